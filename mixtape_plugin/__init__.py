@@ -1,0 +1,7 @@
+"""A fairseq plugin that breaks the softmax bottleneck efficiently; importing it registers everything."""
+
+from mixtape_plugin import fairseq_compat
+
+fairseq_compat.apply()
+
+from mixtape_plugin import criterions, models  # noqa: E402, F401

@@ -1,0 +1,1 @@
+"""Library code of the experiments; scripts/ holds the command lines over it."""

@@ -1,0 +1,77 @@
+"""Label-smoothed cross entropy through an output layer's own loss."""
+
+from dataclasses import dataclass, field
+
+from fairseq.criterions import FairseqCriterion, register_criterion
+from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+from fairseq.dataclass import FairseqDataclass
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.output_layers import OutputLayer
+from mixtape_plugin.output_layers.base import cross_entropy
+from omegaconf import II
+
+
+@dataclass
+class OutputLayerCrossEntropyConfig(FairseqDataclass):
+    label_smoothing: float = field(default=0.0, metadata={"help": "epsilon, the mass spread over the other tokens"})
+    report_accuracy: bool = field(default=False, metadata={"help": "log how often the target is the top token"})
+    sentence_avg: bool = II("optimization.sentence_avg")
+
+
+@register_criterion("output_layer_cross_entropy", dataclass=OutputLayerCrossEntropyConfig)
+class OutputLayerCrossEntropy(FairseqCriterion):
+    """Asks the model for features only and its output layer for the loss, which need not hold all scores at once.
+
+    The same numbers and logs as fairseq's ``label_smoothed_cross_entropy`` (logs in bits, base 2).
+
+    Raises:
+        UserError: ε outside [0, 1), or a model whose decoder has no output layer of this plugin.
+    """
+
+    def __init__(self, task, sentence_avg, label_smoothing=0.0, report_accuracy=False):
+        super().__init__(task)
+        if not 0 <= label_smoothing < 1:
+            raise UserError(f"--label-smoothing {label_smoothing} is not allowed: from 0 to less than 1")
+        self.sentence_avg = sentence_avg
+        self.label_smoothing = label_smoothing
+        self.report_accuracy = report_accuracy
+
+    def forward(self, model, sample, reduce=True):
+        """The summed loss in nats, the sample size that divides its gradient, and what to log."""
+        layer = getattr(model.decoder, "output_projection", None)
+        if not isinstance(layer, OutputLayer):
+            raise UserError(
+                f"--criterion output_layer_cross_entropy needs a model of this plugin, such as mixtape_transformer, "
+                f"not {type(model).__name__}: use label_smoothed_cross_entropy with it"
+            )
+        features, _ = model(**sample["net_input"], features_only=True)
+        target = model.get_targets(sample, None)
+        logging_output = {}
+        if self.report_accuracy:
+            log_probs = layer.log_probs(features)
+            loss, nll = cross_entropy(log_probs, target, self.label_smoothing, self.padding_idx)
+            counted = target.ne(self.padding_idx)
+            logging_output["n_correct"] = (log_probs.argmax(-1).eq(target) & counted).sum()
+            logging_output["total"] = counted.sum()
+        else:
+            loss, nll = layer.loss(
+                features, target, label_smoothing=self.label_smoothing, ignore_index=self.padding_idx
+            )
+        sample_size = target.size(0) if self.sentence_avg else sample["ntokens"]
+        logging_output.update(
+            loss=loss.data,
+            nll_loss=nll.data,
+            ntokens=sample["ntokens"],
+            nsentences=target.size(0),
+            sample_size=sample_size,
+        )
+        return loss, sample_size, logging_output
+
+    @staticmethod
+    def reduce_metrics(logging_outputs) -> None:
+        """fairseq's label-smoothed logs: loss, nll_loss, ppl and, if asked for, accuracy."""
+        LabelSmoothedCrossEntropyCriterion.reduce_metrics(logging_outputs)
+
+    @staticmethod
+    def logging_outputs_can_be_summed() -> bool:
+        return True

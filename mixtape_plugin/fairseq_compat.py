@@ -1,0 +1,365 @@
+"""Every repair of the installed fairseq, each with its reason; each does nothing where it is not needed.
+
+`apply()` runs before anything else when the plugin is imported. Warnings printed before that cannot be silenced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import pickle
+import re
+import struct
+import sys
+import traceback
+import types
+import warnings
+
+import numpy as np
+import torch
+from fairseq import checkpoint_utils, options
+from fairseq.data import Dictionary, data_utils, indexed_dataset, language_pair_dataset, token_block_dataset
+from fairseq.distributed import utils as distributed_utils
+from fairseq.modules import dynamic_crf_layer
+from omegaconf import OmegaConf
+
+from mixtape_plugin.errors import UserError
+
+TRUST_CHECKPOINTS = "MIXTAPE_TRUST_CHECKPOINTS"
+FULL_TRACEBACK = "MIXTAPE_TRACEBACK"
+
+
+def apply() -> None:
+    """Make every repair that the installed fairseq needs; calling it again changes nothing."""
+    if getattr(apply, "done", False):
+        return
+    apply.done = True
+    silence_known_deprecations()
+    print_user_errors_without_traceback()
+    provide_removed_numpy_names()
+    keep_last_batch()
+    load_checkpoints_safely()
+    broadcast_plain_options()
+    refuse_broken_data()
+    train_bf16_without_xla()
+
+
+def _replace(owner, name: str, make_wrapper) -> None:
+    """Set `owner.name` to `make_wrapper(original)`, keeping the original's name and docstring."""
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(make_wrapper(original)))
+
+
+# ----------------------------------------------------------------------------------------------- checkpoints
+
+
+class _CheckpointDtype:
+    """Stands in for numpy.dtype while a checkpoint is read: numbers only, and only their byte order can be set.
+
+    The real one accepts a state that makes it a record of Python objects, so that bytes of the file would be
+    taken for pointers.
+    """
+
+    def __init__(self, code, align=False, copy=True):
+        if not isinstance(code, str) or not re.fullmatch(r"b1|[iuf][1248]", code):
+            raise pickle.UnpicklingError(f"GLOBAL numpy.dtype({code!r}) is not a plain number")
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state):
+        self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class _CheckpointArray(np.ndarray):
+    """Stands in for numpy.ndarray while a checkpoint is read: it starts empty and takes plain numbers only.
+
+    The real one builds an array of Python objects on top of any bytes. Saved again, it is a plain array.
+    """
+
+    def __new__(cls, *_):
+        return super().__new__(cls, 0)
+
+    def __setstate__(self, state):
+        _, shape, dtype, fortran_order, data = state
+        if type(dtype) is not _CheckpointDtype or not isinstance(data, bytes):
+            raise pickle.UnpicklingError("GLOBAL numpy.ndarray does not hold plain numbers")
+        super().__setstate__((1, shape, dtype.dtype, fortran_order, data))
+
+    def __reduce__(self):
+        return self.view(np.ndarray).__reduce__()
+
+
+def _reconstruct_array(*_):
+    return _CheckpointArray()
+
+
+# Measured: what checkpoints written by fairseq-train and fairseq-hydra-train hold beside tensors and plain Python.
+# The allow-list is a matter of what a *constructor or state* can do, for the file chooses the arguments. None of
+# these runs code, imports, looks up an attribute or reads a file.
+SAFE_GLOBALS = [
+    argparse.Namespace,  # the model's options ("cfg.model"), and all options in older checkpoints ("args")
+    distributed_utils._TensorPlaceholder,  # rank 0 hands a checkpoint to the other ranks through torch.save
+    (_CheckpointArray, "numpy.ndarray"),  # n-gram counts among the meters of --eval-bleu
+    (_CheckpointDtype, "numpy.dtype"),
+    (_reconstruct_array, "numpy._core.multiarray._reconstruct"),
+    (_reconstruct_array, "numpy.core.multiarray._reconstruct"),  # the same, written with numpy 1
+]
+
+
+def loads_weights_only() -> bool:
+    """Whether torch.load takes tensors and an allow-list by default (torch 2.6), and never runs a pickle."""
+    return tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2]) >= (2, 6)
+
+
+def load_checkpoints_safely() -> None:
+    """Load checkpoints by allow-list, and say in one sentence why one is refused.
+
+    torch 2.6 and later load with weights_only=True, but fairseq's own checkpoints hold a few more classes
+    (`SAFE_GLOBALS`). Older torch runs any pickle: there a checkpoint is loaded only for a user who sets
+    MIXTAPE_TRUST_CHECKPOINTS=1. The allow-list guards the reading of the file. It cannot guard what fairseq does with
+    the options in it (`fconv` and `lightconv`, say, evaluate some of theirs as Python).
+    """
+    if loads_weights_only():
+        torch.serialization.add_safe_globals(SAFE_GLOBALS)
+
+    def explain_refusal(load):
+        def load_or_explain(path, *args, **kwargs):
+            if not loads_weights_only() and os.environ.get(TRUST_CHECKPOINTS) != "1":
+                raise UserError(
+                    f"checkpoint {path} is not loaded, because torch {torch.__version__} would run any code in it: "
+                    f"use torch 2.6 or later, or set {TRUST_CHECKPOINTS}=1 if you trust every checkpoint you load"
+                )
+            try:
+                return load(path, *args, **kwargs)
+            except pickle.UnpicklingError as error:
+                found = re.search(r"GLOBAL ([\w.]+(\([^)]*\))?)|function (<.*?>)", str(error))
+                if found:
+                    raise UserError(
+                        f"checkpoint {path} is not loaded: it holds a pickled {found[1] or found[3]}, which is not on "
+                        "the list of classes that a fairseq checkpoint needs, and unpickling it could run code"
+                    ) from error
+                raise UserError(f"{path} is damaged or is no checkpoint: it cannot be read") from error
+            except (EOFError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
+                    raise
+                raise UserError(f"{path} is damaged or is no checkpoint: it cannot be read") from error
+
+        return load_or_explain
+
+    for name in ("load_checkpoint_to_cpu", "load_ema_from_checkpoint"):
+        if hasattr(checkpoint_utils, name):
+            _replace(checkpoint_utils, name, explain_refusal)
+
+
+def broadcast_plain_options() -> None:
+    """Hand a checkpoint's options to the other processes as plain Python, as they are in the file.
+
+    On a resume, rank 0 sends what it loaded through torch.save and torch.load. fairseq has made an omegaconf tree
+    of the options by then, which the allow-list does not hold; the other ranks do not read them.
+    """
+
+    def wrapper(broadcast_object):
+        def broadcast_with_plain_options(obj, *args, **kwargs):
+            if isinstance(obj, dict) and OmegaConf.is_config(obj.get("cfg")):
+                obj = {**obj, "cfg": OmegaConf.to_container(obj["cfg"], enum_to_str=True)}
+            return broadcast_object(obj, *args, **kwargs)
+
+        return broadcast_with_plain_options
+
+    if loads_weights_only():
+        _replace(distributed_utils, "broadcast_object", wrapper)
+
+
+# ------------------------------------------------------------------------------------------------------ data
+
+
+class _NumpyWithRemovedNames(types.ModuleType):
+    """numpy, plus the names in its `__dict__`."""
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+
+def provide_removed_numpy_names() -> None:
+    """Give np.int, np.float (gone since numpy 1.24) and np.compat.long (since 2.0) to the modules that use them.
+
+    Only those modules see them: other libraries ask numpy itself what it has.
+    """
+    removed = {"int": int, "float": float, "compat": types.SimpleNamespace(long=int)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy 1.20 to 1.23 warn about np.int when asked for it
+        missing = {name: value for name, value in removed.items() if not hasattr(np, name)}
+    if not missing:
+        return
+    numpy = _NumpyWithRemovedNames("numpy")
+    vars(numpy).update(missing)
+    for module in (data_utils, language_pair_dataset, token_block_dataset, dynamic_crf_layer):
+        module.np = numpy
+
+
+def keep_last_batch() -> None:
+    """Batch every sentence: fairseq-fixed drops the last batch unless its size divides by bsz_mult.
+
+    Batches are consecutive pieces of `indices`, so what is missing is the end of it: one batch, which obeyed the
+    limits on tokens and sentences when it was made.
+    """
+    five = np.arange(5)
+    if len(data_utils.batch_by_size(five, None, np.ones_like(five), required_batch_size_multiple=8)) == 1:
+        return
+
+    def wrapper(batch_by_size):
+        def batch_all_by_size(indices, *args, **kwargs):
+            if not isinstance(indices, np.ndarray):
+                indices = np.fromiter(indices, dtype=np.int64, count=-1)
+            if len(indices) == 0:
+                return []
+            batches = batch_by_size(indices, *args, **kwargs)
+            batched = sum(len(batch) for batch in batches)
+            return batches if batched == len(indices) else list(batches) + [indices[batched:]]
+
+        return batch_all_by_size
+
+    _replace(data_utils, "batch_by_size", wrapper)
+
+
+def _check_mmap_dataset(path: str) -> None:
+    """Raise UserError unless path.idx is whole and path.bin has the size that it states.
+
+    An .idx is 26 bytes of header, its last 8 the number of sentences, then an int32 length and an int64 offset for
+    each; numbers at offset 17 name the type of a token.
+    """
+    index_file, data_file = path + ".idx", path + ".bin"
+    mend = "run fairseq-preprocess again"
+    with open(index_file, "rb") as index:
+        header = index.read(26)
+        if len(header) < 26:
+            raise UserError(f"{index_file} is cut off after {len(header)} bytes: {mend}")
+        dtype_code, sentences = struct.unpack("<BQ", header[17:])
+        expected = 26 + 12 * sentences
+        if os.path.getsize(index_file) != expected:
+            size = os.path.getsize(index_file)
+            raise UserError(f"{index_file} has {size:,} bytes where its header promises {expected:,}: {mend}")
+        if sentences == 0:
+            raise UserError(f"{data_file} holds no sentence: check the text that it was made from and {mend}")
+        index.seek(26 + 4 * (sentences - 1))
+        (length,) = struct.unpack("<i", index.read(4))
+        index.seek(-8, os.SEEK_END)
+        (offset,) = struct.unpack("<q", index.read(8))
+    if dtype_code not in indexed_dataset._code_to_dtype:
+        raise UserError(f"{index_file} names the unknown token type {dtype_code}: {mend}")
+    expected = offset + length * np.dtype(indexed_dataset._code_to_dtype[dtype_code]).itemsize
+    size = os.path.getsize(data_file)
+    if size != expected:
+        raise UserError(f"{data_file} has {size:,} bytes where {index_file} promises {expected:,}: {mend}")
+
+
+def refuse_broken_data() -> None:
+    """Name the file and the way out where binarized data is truncated or missing.
+
+    fairseq reads garbage or ends in a traceback of numpy. Only `mmap` data is checked, which is what
+    fairseq-preprocess writes unless told otherwise.
+    """
+
+    def check_dataset(make_dataset):
+        def make_checked_dataset(path, impl, *args, **kwargs):
+            if impl == "mmap" and indexed_dataset.MMapIndexedDataset.exists(path):
+                _check_mmap_dataset(path)
+            return make_dataset(path, impl, *args, **kwargs)
+
+        return make_checked_dataset
+
+    def check_dictionary(add_from_file):
+        def add_from_existing_file(self, f):
+            if isinstance(f, str) and not os.path.exists(f):
+                raise UserError(f"dictionary {f} does not exist: give the folder that fairseq-preprocess wrote")
+            return add_from_file(self, f)
+
+        return add_from_existing_file
+
+    def check_folder(infer_language_pair):
+        def infer_from_existing_folder(path):
+            if not os.path.isdir(path):
+                raise UserError(f"data folder {path} does not exist: give the one that fairseq-preprocess wrote")
+            return infer_language_pair(path)
+
+        return infer_from_existing_folder
+
+    _replace(indexed_dataset, "make_dataset", check_dataset)
+    _replace(Dictionary, "add_from_file", check_dictionary)
+    _replace(data_utils, "infer_language_pair", check_folder)
+
+
+def train_bf16_without_xla() -> None:
+    """Let --bf16 run on CPU and GPU: fairseq takes it for --tpu, and fails where torch_xla is not installed."""
+    try:
+        import torch_xla  # noqa: F401
+    except ImportError:
+        pass
+    else:
+        return
+
+    def wrapper(parse_args_and_arch):
+        def parse_bf16_without_tpu(parser, input_args=None, *args, **kwargs):
+            parsed = parse_args_and_arch(parser, input_args, *args, **kwargs)
+            namespace = parsed[0] if isinstance(parsed, tuple) else parsed
+            if getattr(namespace, "bf16", False) and "--tpu" not in (sys.argv if input_args is None else input_args):
+                namespace.tpu = False
+            return parsed
+
+        return parse_bf16_without_tpu
+
+    _replace(options, "parse_args_and_arch", wrapper)
+
+
+# --------------------------------------------------------------------------------------- what the user reads
+
+# (beginning of the message as a regular expression, category); each was seen in a log of fairseq-train or -generate.
+KNOWN_DEPRECATIONS = [
+    (r"hydra\.experimental\.(initialize|compose)\(\) is no longer experimental", UserWarning),
+    (r"\nThe version_base parameter is not specified", UserWarning),
+    (r"In '.*': Usage of deprecated keyword in package header", UserWarning),
+    (r"\n'config' is validated against ConfigStore schema with the same name", UserWarning),
+    (r"\nThe strict flag in the compose API is deprecated", UserWarning),
+    (r"'pin_memory' argument is set as true but no accelerator is found", UserWarning),
+    (r"`torch\.cuda\.amp\.autocast\(args\.\.\.\)` is deprecated", FutureWarning),
+    (r"`torch\.cuda\.amp\.GradScaler\(args\.\.\.\)` is deprecated", FutureWarning),
+    (r"Support for mismatched key_padding_mask and attn_mask is deprecated", UserWarning),
+]
+
+
+def silence_known_deprecations() -> None:
+    """Silence, by name, the deprecations that fairseq meets in newer hydra and torch: they fill every log."""
+    for message, category in KNOWN_DEPRECATIONS:
+        warnings.filterwarnings("ignore", message=message, category=category)
+
+
+# fairseq's own sentences about files, which its users get at the end of a traceback.
+FAIRSEQ_SENTENCES = ("Dataset not found:", "Model file not found:", "Could not infer language pair")
+
+
+def _sentence_for_user(error) -> str | None:
+    """The message of the UserError that caused `error`, or of fairseq's own about a missing file, else None."""
+    if type(error).__name__ == "ProcessRaisedException":  # holds the traceback of a spawned process, as text
+        found = re.search(r"^mixtape_plugin\.errors\.UserError: (.+)", str(error), re.MULTILINE)
+        return found and found[1]
+    seen = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, UserError) or str(error).startswith(FAIRSEQ_SENTENCES):
+            return str(error)
+        seen.add(id(error))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
+
+
+def _excepthook(error_type, error, trace) -> None:
+    sentence = _sentence_for_user(error)
+    if sentence is None or os.environ.get(FULL_TRACEBACK) == "1":
+        traceback.print_exception(error_type, error, trace)
+    else:
+        print(f"error: {sentence}", file=sys.stderr)
+
+
+def print_user_errors_without_traceback() -> None:
+    """Print a UserError as one sentence (exit status 1, as ever); MIXTAPE_TRACEBACK=1 gives the full traceback."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _excepthook

@@ -1,0 +1,183 @@
+"""fairseq's Transformer with any output layer and, if asked for, relative positions in self-attention."""
+
+from argparse import Namespace
+from dataclasses import dataclass, field
+
+from omegaconf import OmegaConf
+
+from fairseq.dataclass import FairseqDataclass
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.distributed import fsdp_wrap
+from fairseq.models import register_model, register_model_architecture
+from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase, TransformerEncoderBase, TransformerModel
+from fairseq.models.transformer.transformer_legacy import base_architecture, tiny_architecture, transformer_iwslt_de_en
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.modules.relative_attention import RelativeMultiheadAttention
+from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer, check_frequency_order
+
+
+@dataclass
+class RelativePositionConfig(FairseqDataclass):
+    max_relative_position: int = field(
+        default=0,
+        metadata={"help": "k: self-attention tells positions apart up to this distance (Shaw et al. 2018); 0: off"},
+    )
+
+
+class RelativeEncoderLayer(TransformerEncoderLayerBase):
+    def build_self_attention(self, embed_dim, cfg):
+        return relative_attention(cfg, embed_dim, cfg.encoder.attention_heads)
+
+
+class RelativeDecoderLayer(TransformerDecoderLayerBase):
+    def build_self_attention(self, embed_dim, cfg, add_bias_kv=False, add_zero_attn=False):
+        return relative_attention(cfg, embed_dim, cfg.decoder.attention_heads)
+
+
+class Encoder(TransformerEncoderBase):
+    def build_encoder_layer(self, cfg):
+        if not cfg.max_relative_position:
+            return super().build_encoder_layer(cfg)
+        return wrap(RelativeEncoderLayer(cfg), cfg)
+
+
+class Decoder(TransformerDecoderBase):
+    def build_decoder_layer(self, cfg, no_encoder_attn=False):
+        if not cfg.max_relative_position:
+            return super().build_decoder_layer(cfg, no_encoder_attn)
+        return wrap(RelativeDecoderLayer(cfg, no_encoder_attn), cfg)
+
+
+@register_model("mixtape_transformer")
+class MixtapeTransformerModel(TransformerModel):
+    """Transformer (Vaswani et al. 2017) whose ``decoder.output_projection`` is an output layer of this plugin.
+
+    Takes fairseq's Transformer options, those of :class:`~mixtape_plugin.output_layers.OutputLayerConfig`, and
+    ``--max-relative-position``. With relative positions the absolute ones usually go: add
+    ``--no-token-positional-embeddings``, as the ``wmt`` architectures do.
+    """
+
+    @classmethod
+    def add_args(cls, parser):
+        super().add_args(parser)
+        for options in (OutputLayerConfig(), RelativePositionConfig()):
+            gen_parser_from_dataclass(parser, options, delete_default=True, with_prefix="")
+
+    @classmethod
+    def build_model(cls, args, task):
+        if OmegaConf.is_config(args):  # TransformerConfig.from_namespace keeps our options only out of a Namespace
+            args = Namespace(**OmegaConf.to_container(args))
+        for options in (OutputLayerConfig(), RelativePositionConfig()):
+            for name in options.__dataclass_fields__:
+                setattr(args, name, getattr(args, name, getattr(options, name)))
+        check_options(args)
+        check_frequency_order(OutputLayerConfig.from_args(args), task.target_dictionary)
+        return super().build_model(args, task)
+
+    @classmethod
+    def build_encoder(cls, args, src_dict, embed_tokens):
+        return Encoder(TransformerConfig.from_namespace(args), src_dict, embed_tokens)
+
+    @classmethod
+    def build_decoder(cls, args, tgt_dict, embed_tokens):
+        output_layer = build_output_layer(
+            OutputLayerConfig.from_args(args),
+            feature_dim=args.decoder.output_dim,
+            vocab_size=len(tgt_dict),
+            tied_weight=embed_tokens.weight if args.share_decoder_input_output_embed else None,
+        )
+        return Decoder(
+            TransformerConfig.from_namespace(args),
+            tgt_dict,
+            embed_tokens,
+            no_encoder_attn=args.no_cross_attention,
+            output_projection=output_layer,
+        )
+
+
+def check_options(args) -> None:
+    """Raises UserError where an option of the Transformer contradicts this plugin's."""
+    if getattr(args, "adaptive_softmax_cutoff", None) is not None:
+        raise UserError(
+            f"--adaptive-softmax-cutoff {args.adaptive_softmax_cutoff} does not go with --output-layer "
+            f"{args.output_layer}: leave it out, or use fairseq's own transformer"
+        )
+    if args.max_relative_position < 0:
+        raise UserError(f"--max-relative-position {args.max_relative_position} is not allowed: 0 (off) or more")
+    if args.max_relative_position:
+        for name in ("cross_self_attention", "encoder_xformers_att_config", "decoder_xformers_att_config"):
+            if getattr(args, name, None):
+                raise UserError(
+                    f"--{name.replace('_', '-')} {getattr(args, name)} does not go with --max-relative-position "
+                    f"{args.max_relative_position}: use --max-relative-position 0 or leave it out"
+                )
+
+
+def relative_attention(cfg, embed_dim, num_heads):
+    return RelativeMultiheadAttention(
+        embed_dim,
+        num_heads,
+        cfg.max_relative_position,
+        dropout=cfg.attention_dropout,
+        q_noise=cfg.quant_noise.pq,
+        qn_block_size=cfg.quant_noise.pq_block_size,
+    )
+
+
+def wrap(layer, cfg):
+    """Activation checkpointing and FSDP for a layer, as fairseq does it for its own."""
+    if cfg.checkpoint_activations:
+        layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
+    return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
+
+
+@register_model_architecture("mixtape_transformer", "mixtape_transformer")
+def mixtape_transformer(args):
+    base_architecture(args)
+
+
+@register_model_architecture("mixtape_transformer", "mixtape_transformer_tiny")
+def mixtape_transformer_tiny(args):
+    tiny_architecture(args)
+
+
+@register_model_architecture("mixtape_transformer", "mixtape_transformer_iwslt")
+def mixtape_transformer_iwslt(args):
+    transformer_iwslt_de_en(args)
+
+
+def wmt_big(args):
+    """What the Mixtape paper's two translation models share (section 4.2, tensor2tensor's conventions)."""
+    # K: 4 for Mixtape (section 3.2), 9 for the MoS it is compared with (Kong et al. 2018).
+    args.output_layer = getattr(args, "output_layer", "mixtape")
+    args.num_components = getattr(args, "num_components", 9 if args.output_layer in ("mos", "moc") else 4)
+    args.encoder_attention_heads = getattr(args, "encoder_attention_heads", 16)
+    args.decoder_attention_heads = getattr(args, "decoder_attention_heads", 16)
+    args.attention_dropout = getattr(args, "attention_dropout", 0.15)
+    args.encoder_normalize_before = getattr(args, "encoder_normalize_before", True)
+    args.decoder_normalize_before = getattr(args, "decoder_normalize_before", True)
+    args.share_all_embeddings = getattr(args, "share_all_embeddings", True)
+    # The clip is not in the paper; 20 is tensor2tensor's.
+    args.max_relative_position = getattr(args, "max_relative_position", 20)
+    args.no_token_positional_embeddings = getattr(args, "no_token_positional_embeddings", True)
+    base_architecture(args)
+
+
+@register_model_architecture("mixtape_transformer", "mixtape_transformer_wmt_en_de_big")
+def mixtape_transformer_wmt_en_de_big(args):
+    args.encoder_embed_dim = getattr(args, "encoder_embed_dim", 1024)
+    args.encoder_ffn_embed_dim = getattr(args, "encoder_ffn_embed_dim", 4096)
+    args.dropout = getattr(args, "dropout", 0.3)
+    args.gate_dropout = getattr(args, "gate_dropout", 0.2)
+    wmt_big(args)
+
+
+@register_model_architecture("mixtape_transformer", "mixtape_transformer_wmt_en_fr_big")
+def mixtape_transformer_wmt_en_fr_big(args):
+    args.encoder_embed_dim = getattr(args, "encoder_embed_dim", 2048)
+    args.encoder_ffn_embed_dim = getattr(args, "encoder_ffn_embed_dim", 8192)
+    args.dropout = getattr(args, "dropout", 0.25)
+    args.gate_dropout = getattr(args, "gate_dropout", 0.15)
+    wmt_big(args)

@@ -1,0 +1,1 @@
+"""Parts that models and output layers are built from."""

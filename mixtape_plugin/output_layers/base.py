@@ -1,0 +1,134 @@
+"""What every output layer shares: its interface, its embedding, and the loss that follows from its scores.
+
+Shapes: ``...`` any leading dimensions (fairseq: B batch, T time), D features, E embedding, K components,
+V vocabulary, S frequent tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.modules.locked_dropout import locked_dropout
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The type in which log-sum-exps are taken: float32, or float64 for float64 input."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def cross_entropy(log_probs: Tensor, target: Tensor, label_smoothing: float = 0.0, ignore_index: int = -100):
+    """Label-smoothed cross entropy and negative log-likelihood, each summed over the targets, in nats.
+
+    loss = (1 − ε − ε/(V−1)) · nll + ε/(V−1) · Σ_x −log p(x), the smoothing of fairseq's
+    ``label_smoothed_cross_entropy``: the target keeps 1 − ε, every other token gets ε/(V−1).
+
+    Args:
+        log_probs: [..., V]
+        target: [...]; targets equal to ``ignore_index`` count for nothing.
+    """
+    keep = target.ne(ignore_index)
+    log_probs, target = log_probs[keep], target[keep]
+    nll = -log_probs.gather(-1, target.unsqueeze(-1)).sum()
+    if label_smoothing == 0:
+        return nll, nll
+    epsilon = label_smoothing / (log_probs.size(-1) - 1)
+    return (1 - label_smoothing - epsilon) * nll - epsilon * log_probs.sum(), nll
+
+
+class OutputLayer(nn.Module):
+    """Turns features [..., D] into a distribution over V tokens.
+
+    Subclasses implement :meth:`forward`; a fused kernel replaces :meth:`loss` and has to agree with it.
+
+    Args:
+        config: :class:`~mixtape_plugin.output_layers.OutputLayerConfig`, already checked.
+        feature_dim: D.
+        vocab_size: V.
+        tied_weight: the input embedding [V, E] to share; without it the layer has its own.
+    """
+
+    def __init__(self, config, feature_dim: int, vocab_size: int, tied_weight: nn.Parameter | None = None):
+        super().__init__()
+        self.config = config
+        self.feature_dim = feature_dim
+        self.vocab_size = vocab_size
+        self.embed_dim = embedding_width(config, feature_dim, tied_weight)
+        if tied_weight is None:
+            tied_weight = nn.Parameter(torch.empty(vocab_size, self.embed_dim))
+            nn.init.normal_(tied_weight, std=self.embed_dim**-0.5)
+        self.weight = tied_weight
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Scores [..., V]; ``log_softmax`` of them is the distribution."""
+        raise NotImplementedError
+
+    def log_probs(self, features: Tensor) -> Tensor:
+        """log p(x|c) in nats, [..., V], in float32 or better."""
+        scores = self(features)
+        return F.log_softmax(scores, dim=-1, dtype=at_least_float32(scores.dtype))
+
+    def loss(self, features: Tensor, target: Tensor, *, label_smoothing: float = 0.0, ignore_index: int = -100):
+        """Training loss and negative log-likelihood, each summed over the targets, in nats.
+
+        Args:
+            features: [..., D]
+            target: [...]; targets equal to ``ignore_index`` count for nothing.
+            label_smoothing: ε of :func:`cross_entropy`.
+        """
+        return cross_entropy(self.log_probs(features), target, label_smoothing, ignore_index)
+
+    def extra_repr(self) -> str:
+        return f"{self.config.output_layer}, D={self.feature_dim}, E={self.embed_dim}, V={self.vocab_size}"
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        """Refuses the parameters of another output layer in one sentence, where strict loading lists keys."""
+        found = {k[len(prefix) :]: tuple(v.shape) for k, v in state_dict.items() if k.startswith(prefix)}
+        expected = {k: tuple(v.shape) for k, v in self.state_dict().items()}
+        if found and found != expected:
+            raise UserError(
+                f"the checkpoint's output layer does not fit --output-layer {self.config.output_layer}: "
+                f"it holds {describe(found, expected)}, the model wants {describe(expected, found)}; "
+                "give the output-layer options (and the dictionary) it was trained with"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class MixtureLayer(OutputLayer):
+    """An output layer over K context vectors h_k = tanh(H_k g + b_k) (Mixtape eq. 5; MoS calls H_k W_{h,k})."""
+
+    def __init__(self, config, feature_dim, vocab_size, tied_weight=None):
+        super().__init__(config, feature_dim, vocab_size, tied_weight)
+        self.num_components = config.num_components
+        self.context = nn.Linear(feature_dim, self.num_components * self.embed_dim)
+
+    def context_vectors(self, features: Tensor) -> Tensor:
+        """h_k after dropout, [..., K, E]."""
+        contexts = torch.tanh(self.context(features))
+        if self.config.locked_context_dropout:
+            contexts = locked_dropout(contexts, self.config.context_dropout, self.training)
+        else:
+            contexts = F.dropout(contexts, self.config.context_dropout, self.training)
+        return contexts.unflatten(-1, (self.num_components, self.embed_dim))
+
+
+def embedding_width(config, feature_dim: int, tied_weight: Tensor | None) -> int:
+    """E: of the tied embedding, as asked for, or D."""
+    if tied_weight is None:
+        return config.output_embed_dim or feature_dim
+    width = tied_weight.size(1)
+    if config.output_embed_dim not in (None, width):
+        raise UserError(
+            f"--output-embed-dim {config.output_embed_dim} does not fit the tied embedding: "
+            f"it must be its width, {width}, or be left out"
+        )
+    return width
+
+
+def describe(shapes: dict, other: dict) -> str:
+    """The parameters in which one set of names and shapes differs from another, for an error message."""
+    differing = [f"{name} {list(shape)}" for name, shape in shapes.items() if other.get(name) != shape]
+    return ", ".join(differing) or "nothing more"

@@ -1,0 +1,100 @@
+"""Mixtape (Yang et al. 2019): a mixture in logit space with gates of its own for each token."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.output_layers.base import MixtureLayer
+
+
+def sigmoid_tree(gates: Sequence[Tensor], leaves: Sequence[Tensor]) -> Tensor:
+    """Σ_k π_k leaf_k with the priors π of the sigmoid tree (eq. 3 for K = 4, any K ≥ 2 alike).
+
+    Node j passes γ_j of its mass to node 2j+1 and the rest to node 2j+2; nodes from K−1 on are leaves, and
+    components are numbered left to right. Mixing bottom-up, γ·left + (1−γ)·right, never builds π.
+
+    Args:
+        gates: the K−1 gates γ, [..., X] each, or [..., 1] to mix whole vectors.
+        leaves: the K values to mix, [..., X] each.
+
+    Returns:
+        [..., X]
+    """
+    leaf = iter(leaves)
+
+    def mix(node: int) -> Tensor:
+        if node >= len(gates):
+            return next(leaf)
+        left = mix(2 * node + 1)
+        return torch.lerp(mix(2 * node + 2), left, gates[node])
+
+    return mix(0)
+
+
+class Mixtape(MixtureLayer):
+    """p(x|c) = softmax_x(Σ_k π_{x,k} h_k·w_x + b_x) (eq. 2), h_k = tanh(H_k g) (eq. 5), π the sigmoid tree of eq. 3
+    over γ_{x,k} = σ(l_{x,k}), with
+
+    - for the S = round(r·V) most frequent tokens, the first ids of the dictionary,
+      l_{x,k} = v_x·tanh(U_k g) + u_k·g + b_{x,k} (eq. 4);
+    - for all others l_k = u_k·g (eq. 6), shared: the h_k are mixed first, then multiplied by w_x once.
+
+    Parameters: ``gate_hidden`` U_k, ``gate_embedding`` v_x, ``gate_shared`` u_k, ``gate_bias`` b_{x,k}; H_k, U_k and
+    w_x have biases (section 3.4). In training: dropout on h_k and on tanh(U_k g), and normal noise on l, drawn for
+    each (context, token, gate) of the frequent tokens and each (context, gate) of the others. ``gate_weight_norm``
+    divides each row of U_k by its norm; the constant scale, which the paper does not give, is 1.
+
+    :meth:`forward` holds K + K−1 tensors [..., S].
+
+    Raises:
+        UserError: K < 2, or r·V rounds to no token.
+    """
+
+    def __init__(self, config, feature_dim, vocab_size, tied_weight=None):
+        super().__init__(config, feature_dim, vocab_size, tied_weight)
+        if self.num_components < 2:
+            raise UserError(f"--num-components {self.num_components} is too few for --output-layer mixtape: at least 2")
+        self.num_frequent = round(config.frequent_ratio * vocab_size)
+        if self.num_frequent < 1:
+            raise UserError(
+                f"--frequent-ratio {config.frequent_ratio} of {vocab_size} tokens leaves no token with gates of its "
+                f"own: at least {1 / vocab_size:.2g}"
+            )
+        self.num_gates = self.num_components - 1
+        self.gate_hidden = nn.Linear(feature_dim, self.num_gates * config.gate_dim)
+        self.gate_shared = nn.Linear(feature_dim, self.num_gates, bias=False)
+        self.gate_embedding = nn.Parameter(torch.empty(self.num_frequent, config.gate_dim))
+        self.gate_bias = nn.Parameter(torch.zeros(self.num_frequent, self.num_gates))
+        nn.init.normal_(self.gate_embedding, std=config.gate_dim**-0.5)
+
+    def gates(self, features: Tensor):
+        """The K−1 gates γ of the frequent tokens, [..., S] each, and of all others, [..., 1] each."""
+        weight = self.gate_hidden.weight
+        if self.config.gate_weight_norm:
+            weight = F.normalize(weight, dim=1)
+        hidden = torch.tanh(F.linear(features, weight, self.gate_hidden.bias))
+        hidden = F.dropout(hidden, self.config.gate_dropout, self.training).chunk(self.num_gates, dim=-1)
+        shared = self.gate_shared(features).split(1, dim=-1)
+        # In place: these are the largest tensors there are.
+        frequent = [
+            F.linear(hidden[k], self.gate_embedding, self.gate_bias[:, k]).add_(shared[k])
+            for k in range(self.num_gates)
+        ]
+        if self.training and self.config.gate_noise > 0:
+            frequent = [logit.add_(torch.randn_like(logit), alpha=self.config.gate_noise) for logit in frequent]
+            shared = [logit + self.config.gate_noise * torch.randn_like(logit) for logit in shared]
+        return [logit.sigmoid_() for logit in frequent], [logit.sigmoid() for logit in shared]
+
+    def forward(self, features: Tensor) -> Tensor:
+        contexts = self.context_vectors(features).unbind(-2)
+        frequent_gates, shared_gates = self.gates(features)
+        frequent_weight, rare_weight = self.weight[: self.num_frequent], self.weight[self.num_frequent :]
+        frequent_bias, rare_bias = self.bias[: self.num_frequent], self.bias[self.num_frequent :]
+        frequent = sigmoid_tree(frequent_gates, [F.linear(h, frequent_weight) for h in contexts]) + frequent_bias
+        rare = F.linear(sigmoid_tree(shared_gates, contexts), rare_weight, rare_bias)
+        return torch.cat([frequent, rare], dim=-1)

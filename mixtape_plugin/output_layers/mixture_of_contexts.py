@@ -1,0 +1,26 @@
+"""Mixture of Contexts, the control experiment of the MoS paper (Yang et al. 2018)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mixtape_plugin.output_layers.base import MixtureLayer
+
+
+class MixtureOfContexts(MixtureLayer):
+    """p(x|c) = softmax_x((Σ_k π_k h_k)·w_x + b_x), π = softmax(W_π g), h_k = tanh(W_k g + b_k)
+    (MoS, section 2.3, "MoC").
+
+    The parameters of MoS, mixed before the softmax instead of after: log P stays of rank E + 2 at most.
+    """
+
+    def __init__(self, config, feature_dim, vocab_size, tied_weight=None):
+        super().__init__(config, feature_dim, vocab_size, tied_weight)
+        self.prior = nn.Linear(feature_dim, self.num_components, bias=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        prior = torch.softmax(self.prior(features), dim=-1)
+        context = (prior.unsqueeze(-1) * self.context_vectors(features)).sum(-2)  # [..., E]
+        return F.linear(context, self.weight, self.bias)

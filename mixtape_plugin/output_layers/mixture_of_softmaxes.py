@@ -1,0 +1,34 @@
+"""Mixture of Softmaxes (Yang et al. 2018)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mixtape_plugin.output_layers.base import MixtureLayer, at_least_float32
+
+
+class MixtureOfSoftmaxes(MixtureLayer):
+    """p(x|c) = Σ_k π_k softmax_x(h_k·w_x + b_x), π = softmax(W_π g), h_k = tanh(W_k g + b_k)
+    (MoS, section 2.3, eq. 2).
+
+    :meth:`forward` returns log-probabilities in float32 or better, which are scores of themselves. It holds
+    [..., K, V].
+
+    Differs from the authors' code: that takes log(p + 1e-8), whose mass is 1 + V·1e-8; here the logarithm is a
+    log-sum-exp.
+    """
+
+    def __init__(self, config, feature_dim, vocab_size, tied_weight=None):
+        super().__init__(config, feature_dim, vocab_size, tied_weight)
+        self.prior = nn.Linear(feature_dim, self.num_components, bias=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        logits = F.linear(self.context_vectors(features), self.weight, self.bias)  # [..., K, V]
+        dtype = at_least_float32(logits.dtype)
+        log_prior = F.log_softmax(self.prior(features), dim=-1, dtype=dtype)  # [..., K]
+        return torch.logsumexp(log_prior.unsqueeze(-1) + F.log_softmax(logits, dim=-1, dtype=dtype), dim=-2)
+
+    def log_probs(self, features: Tensor) -> Tensor:
+        return self(features)

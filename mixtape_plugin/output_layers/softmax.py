@@ -1,0 +1,30 @@
+"""The plain softmax, for comparison."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.output_layers.base import OutputLayer
+
+
+class Softmax(OutputLayer):
+    """p(x|c) = softmax_x(g·w_x + b_x) (Mixtape, section 2, with h_c = g): log P has rank at most E + 2.
+
+    No context projection, so E = D. The bias is what the other layers have too; fairseq's own has none.
+
+    Raises:
+        UserError: E differs from D.
+    """
+
+    def __init__(self, config, feature_dim, vocab_size, tied_weight=None):
+        super().__init__(config, feature_dim, vocab_size, tied_weight)
+        if self.embed_dim != feature_dim:
+            raise UserError(
+                f"--output-layer softmax has no projection: its embedding width is {self.embed_dim} "
+                f"and must be that of the features, {feature_dim}"
+            )
+
+    def forward(self, features: Tensor) -> Tensor:
+        return F.linear(features, self.weight, self.bias)

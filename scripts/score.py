@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""Score a translation by every BLEU that papers quote, and by chrF, each with sacrebleu's signature.
+
+    python scripts/score.py --hypotheses hyp.de --references ref.de --source-lang en --target-lang de
+    python scripts/score.py --hypotheses hyp.de --test-set wmt14/full --source-lang en --target-lang de
+
+Both files are detokenized text, one sentence a line. The variants of BLEU differ by up to 2 for one translation:
+    13a, intl, 13a lower-cased    sacrebleu's own tokenizers, on the text as it is
+    tokenized                     after Moses punctuation normalization and tokenization (WMT papers before sacrebleu)
+    tokenized, compounds split    the same with a-b written as a ##AT##-##AT## b (En-De since Vaswani et al. 2017)
+The last two treat hypotheses and references alike, as fairseq's WMT recipes do, which normalize the test set with the
+rest; tensor2tensor's script normalizes the hypotheses alone.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+
+import sacremoses
+from sacrebleu.metrics import BLEU, CHRF
+from sacrebleu.utils import get_reference_files
+
+
+def read_lines(path):
+    """The lines of a UTF-8 file; raises ValueError where it is missing, empty or no UTF-8."""
+    try:
+        with open(path, encoding="utf-8", newline="\n") as file:  # only \n ends a line: BLEU counts sentences
+            lines = [line.rstrip("\r\n") for line in file]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason} in byte {error.start}") from None
+    if not lines:
+        raise ValueError(f"{path} is empty")
+    return lines
+
+
+def moses_tokenize(lines, lang):
+    """Moses tokens of each line, punctuation normalized first (typographic quotes to ASCII, and such)."""
+    normalizer, tokenizer = sacremoses.MosesPunctNormalizer(lang), sacremoses.MosesTokenizer(lang)
+    return [tokenizer.tokenize(normalizer.normalize(line), return_str=True) for line in lines]
+
+
+def split_compounds(lines):
+    """Write each hyphen inside a token as a token of its own, `a-b` as `a ##AT##-##AT## b`."""
+    return [re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line) for line in lines]
+
+
+def score(hypotheses, reference_sets, target_lang, test_set=None, source_lang=None):
+    """All scores of a corpus.
+
+    Args:
+        hypotheses: N detokenized sentences.
+        reference_sets: one or more lists of N detokenized sentences.
+        target_lang: language of both; `de` adds BLEU with compounds split.
+        test_set, source_lang: where the references are one of sacrebleu's test sets, for the signatures.
+
+    Returns:
+        a list of dicts: `metric`, `score` (0 to 100), `signature`, `preprocessing` (before sacrebleu's, or None).
+
+    Raises:
+        ValueError: hypotheses and references differ in number.
+    """
+    for references in reference_sets:
+        if len(hypotheses) != len(references):
+            raise ValueError(f"there are {len(hypotheses)} hypotheses and {len(references)} references")
+    results = []
+
+    def add(name, metric, preprocessing=None, prepare=lambda lines: lines):
+        value = metric.corpus_score(prepare(hypotheses), [prepare(references) for references in reference_sets]).score
+        signature = metric.get_signature()
+        if test_set:
+            signature.update("test", test_set)
+            signature.update("lang", f"{source_lang}-{target_lang}")
+        results.append(
+            {"metric": name, "score": value, "signature": str(signature), "preprocessing": preprocessing},
+        )
+
+    add("BLEU 13a", BLEU(tokenize="13a"))
+    add("BLEU intl", BLEU(tokenize="intl"))
+    add("BLEU 13a lower-cased", BLEU(tokenize="13a", lowercase=True))
+    moses = f"sacremoses {sacremoses.__version__} ({target_lang}) normalization and tokenization"
+    # force: sacrebleu would warn of tokenized input, which is what this variant is
+    add("BLEU tokenized", BLEU(tokenize="none", force=True), moses, lambda lines: moses_tokenize(lines, target_lang))
+    if target_lang == "de":
+        add(
+            "BLEU tokenized, compounds split",
+            BLEU(tokenize="none", force=True),
+            f"{moses}, a-b as a ##AT##-##AT## b",
+            lambda lines: split_compounds(moses_tokenize(lines, target_lang)),
+        )
+    add("chrF", CHRF())
+    return results
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hypotheses", required=True, metavar="FILE", help="translations, detokenized")
+    references = parser.add_mutually_exclusive_group(required=True)
+    references.add_argument("--references", metavar="FILE", help="references, detokenized")
+    references.add_argument("--test-set", metavar="NAME", help="references of sacrebleu's test set, such as wmt14/full")
+    parser.add_argument("--source-lang", required=True, metavar="LANG")
+    parser.add_argument("--target-lang", required=True, metavar="LANG")
+    parser.add_argument("--json", metavar="FILE", help="also write the scores here")
+    args = parser.parse_args(argv)
+
+    try:
+        reference_files = [args.references]
+        if args.test_set:
+            try:
+                reference_files = get_reference_files(args.test_set, f"{args.source_lang}-{args.target_lang}")
+            except Exception as error:  # sacrebleu raises bare Exceptions
+                raise ValueError(f"--test-set {args.test_set} is not to be had: {error}") from None
+        results = score(
+            read_lines(args.hypotheses),
+            [read_lines(path) for path in reference_files],
+            args.target_lang,
+            args.test_set,
+            args.source_lang,
+        )
+    except ValueError as error:
+        sys.exit(f"score.py: {error}")
+
+    for row in results:
+        before = f"  after {row['preprocessing']}" if row["preprocessing"] else ""
+        print(f"{row['metric']:<32}{row['score']:6.2f}  {row['signature']}{before}")
+    if args.json:
+        with open(args.json + ".part", "w", encoding="utf-8") as file:
+            json.dump(results, file, indent=2)
+            file.write("\n")
+        os.replace(args.json + ".part", args.json)
+
+
+if __name__ == "__main__":
+    main()
