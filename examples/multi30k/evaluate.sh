@@ -23,11 +23,9 @@ target=${reference##*.}
 root=$(cd "$(dirname "$0")/../.." && pwd)
 [ ! -d "$root/.venv/bin" ] || PATH=$root/.venv/bin:$PATH
 export PYTHONUTF8=1 # the tools would otherwise follow the locale
-cpu=()
-python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || cpu=(--cpu)
 
 python "$root/scripts/average_checkpoints.py" --last 5 "$save" --output "$save/average.pt"
-stock=("$data" --user-dir "$root/mixtape_plugin" --path "$save/average.pt" "${cpu[@]+"${cpu[@]}"}")
+stock=("$data" --user-dir "$root/mixtape_plugin" --path "$save/average.pt")
 
 # nll_loss (bits a subword, </s> included) and ppl = 2^nll_loss are those of the model, without label smoothing.
 fairseq-validate "${stock[@]}" --task translation --valid-subset test --max-tokens 4096 --log-format simple >"$save/validate.log" 2>&1 ||

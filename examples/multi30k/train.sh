@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A small Transformer on Multi30k with one of the output layers: stock fairseq-train, all flags below.
-# A rerun with the same --save goes on from its last checkpoint.
+# On a GPU where there is one, else on the CPU. A rerun with the same --save goes on from its last checkpoint.
 set -euo pipefail
 
 usage="usage: train.sh softmax|mos|moc|mixtape [--data DIR] [--save DIR] [--seed N] [flags of fairseq-train, which win over those here]
@@ -31,7 +31,6 @@ compgen -G "$data/dict.*.txt" >/dev/null || die "--data $data holds no binarized
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
 [ ! -d "$root/.venv/bin" ] || PATH=$root/.venv/bin:$PATH
-python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || extra=(--cpu "${extra[@]+"${extra[@]}"}")
 
 case $layer in
   softmax) layer_flags=() ;;

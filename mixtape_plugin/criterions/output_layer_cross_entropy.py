@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.dataclass import FairseqDataclass
+from omegaconf import II
+
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.output_layers import OutputLayer
 from mixtape_plugin.output_layers.base import cross_entropy
-from omegaconf import II
 
 
 @dataclass

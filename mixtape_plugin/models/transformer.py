@@ -3,16 +3,21 @@
 from argparse import Namespace
 from dataclasses import dataclass, field
 
-from omegaconf import OmegaConf
-
 from fairseq.dataclass import FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import register_model, register_model_architecture
-from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase, TransformerEncoderBase, TransformerModel
+from fairseq.models.transformer import (
+    TransformerConfig,
+    TransformerDecoderBase,
+    TransformerEncoderBase,
+    TransformerModel,
+)
 from fairseq.models.transformer.transformer_legacy import base_architecture, tiny_architecture, transformer_iwslt_de_en
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from omegaconf import OmegaConf
+
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.modules.relative_attention import RelativeMultiheadAttention
 from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer, check_frequency_order

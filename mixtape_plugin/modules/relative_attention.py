@@ -6,9 +6,8 @@ Shapes: B batch, H heads, T queries, S keys, P = D/H features of a head.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-
 from fairseq.modules import MultiheadAttention
+from torch import Tensor, nn
 
 
 class RelativeMultiheadAttention(MultiheadAttention):

@@ -1,13 +1,14 @@
-"""Output layers: features [..., D] to a distribution over V tokens. Usable in any PyTorch code:
+"""Output layers: features [..., D] to a distribution over V tokens. Usable in any PyTorch code::
 
-    layer = build_output_layer(OutputLayerConfig(output_layer="mixtape"), feature_dim=D, vocab_size=V)
-    loss, nll = layer.loss(features, target)
+layer = build_output_layer(OutputLayerConfig(output_layer="mixtape"), feature_dim=D, vocab_size=V)
+loss, nll = layer.loss(features, target)
 """
 
 from dataclasses import dataclass, field
 from typing import Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.output_layers.base import OutputLayer
 from mixtape_plugin.output_layers.mixtape import Mixtape
@@ -112,6 +113,6 @@ def check_frequency_order(config, dictionary) -> None:
     else:
         return
     raise UserError(
-        f"--frequent-ratio {config.frequent_ratio} shares the gates of infrequent tokens, and the dictionary {problem}: "
+        f"--frequent-ratio {config.frequent_ratio} shares the gates of rare tokens, but the dictionary {problem}: "
         "write it with fairseq-preprocess, or use --frequent-ratio 1"
     )

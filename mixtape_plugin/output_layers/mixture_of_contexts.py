@@ -11,7 +11,7 @@ from mixtape_plugin.output_layers.base import MixtureLayer
 
 class MixtureOfContexts(MixtureLayer):
     """p(x|c) = softmax_x((Σ_k π_k h_k)·w_x + b_x), π = softmax(W_π g), h_k = tanh(W_k g + b_k)
-    (MoS, section 2.3, "MoC").
+    (MoS, eq. 2).
 
     The parameters of MoS, mixed before the softmax instead of after: log P stays of rank E + 2 at most.
     """

@@ -11,7 +11,7 @@ from mixtape_plugin.output_layers.base import MixtureLayer, at_least_float32
 
 class MixtureOfSoftmaxes(MixtureLayer):
     """p(x|c) = Σ_k π_k softmax_x(h_k·w_x + b_x), π = softmax(W_π g), h_k = tanh(W_k g + b_k)
-    (MoS, section 2.3, eq. 2).
+    (MoS, section 2.4).
 
     :meth:`forward` returns log-probabilities in float32 or better, which are scores of themselves. It holds
     [..., K, V].

@@ -1,0 +1,279 @@
+"""examples/multi30k on a small corpus made here: prepare.sh whole, killed and resumed; train.sh and evaluate.sh."""
+
+import gzip
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "multi30k"
+WORDS = {
+    "en": [
+        "dog",
+        "man",
+        "woman",
+        "T-shirt",
+        "guitar",
+        "street",
+        "plays",
+        "runs",
+        "sees",
+        "isn't",
+        '"hello"',
+        "3.5",
+        "&",
+    ],
+    "de": [
+        "Hund",
+        "Mann",
+        "Frau",
+        "T-Shirt",
+        "Gitarre",
+        "Straße",
+        "spielt",
+        "läuft",
+        "sieht",
+        "ist's",
+        "„hallo“",
+        "3,5",
+        "&",
+    ],
+}
+SIZES = {"train": 200, "val": 7, "test_2016_flickr": 5}
+
+
+def start(script, *args, **environment):
+    # The tools of the Python that runs the tests, whichever environment it is in.
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    command = ["bash", str(EXAMPLE / script), *map(str, args)]
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "PATH": path, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(script, *args, **environment):
+    process = start(script, *args, **environment)
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def mistake(script, *args, **environment):
+    """The one sentence that a run ends with which must fail."""
+    done = run(script, *args, **environment)
+    assert done.returncode == 1, done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+def files(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def real_text(lang):
+    """The first lines of Multi30k itself, where MIXTAPE_DATA says it is; nothing elsewhere."""
+    if "MIXTAPE_DATA" not in os.environ:
+        return ""
+    with gzip.open(Path(os.environ["MIXTAPE_DATA"]) / "multi30k" / f"train.{lang}.gz", "rt", encoding="utf-8") as file:
+        return "".join(file.readline() for _ in range(500))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """The same sentence in both languages word by word; compressed, plain, with \\r\\n, or without a last \\n."""
+    folder, rng = tmp_path_factory.mktemp("corpus"), random.Random(1)
+    for name, size in SIZES.items():
+        sentences = [[rng.randrange(len(WORDS["en"])) for _ in range(rng.randint(3, 8))] for _ in range(size)]
+        for lang, words in WORDS.items():
+            text = "".join(" ".join(words[i] for i in sentence) + ".\n" for sentence in sentences)
+            if name == "train":
+                text += real_text(lang)
+                with gzip.open(folder / f"{name}.{lang}.gz", "wt", encoding="utf-8") as file:
+                    file.write(text)
+            else:
+                text = text.replace("\n", "\r\n") if lang == "de" else text[:-1]
+                (folder / f"{name}.{lang}").write_bytes(text.encode())
+    return folder
+
+
+def train_size():
+    return SIZES["train"] + real_text("en").count("\n")
+
+
+@pytest.fixture(scope="module")
+def prepared(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("prepared") / "en-de"
+    done = run("prepare.sh", "--from", corpus, "--out", out, "--merges", 60, PYTHONHASHSEED="1")
+    assert done.returncode == 0, done.stderr
+    assert f"{train_size()} training pairs" in done.stdout
+    return out
+
+
+def lines(path):
+    return path.read_text(encoding="utf-8").split("\n")[:-1]
+
+
+def check_prepared(out):
+    for split in ("train", "valid", "test"):
+        for lang in ("en", "de"):
+            raw, tok, bpe = (lines(out / "text" / f"{stage}.{split}.{lang}") for stage in ("raw", "tok", "bpe"))
+            assert len(raw) == len(tok) == len(bpe)
+            assert [line.replace("@@ ", "") for line in bpe] == tok
+            assert (out / f"{split}.en-de.{lang}.idx").stat().st_size > 0
+    counts = [int(line.split()[1]) for line in lines(out / "dict.de.txt")]
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] > 0  # what Mixtape's gate sharing needs
+    subwords = [
+        word for lang in ("en", "de") for line in lines(out / "text" / f"bpe.train.{lang}") for word in line.split()
+    ]
+    assert sum(counts) == len(subwords) and len(counts) == len(set(subwords))
+    assert (out / "dict.de.txt").read_bytes() == (out / "dict.en.txt").read_bytes()
+    assert not [name for name in files(out) if name.endswith(".part") or name.startswith("binarizing")]
+
+
+def test_prepare(prepared, corpus):
+    check_prepared(prepared)
+    assert lines(prepared / "text" / "raw.test.de") == (corpus / "test_2016_flickr.de").read_text("utf-8").splitlines()
+    tokens = "\n".join(lines(prepared / "text" / "tok.train.de"))
+    assert "„" not in tokens and "&quot; hallo &quot;" in tokens and "T-Shirt" in tokens
+    assert len(lines(prepared / "text" / "codes")) == 61  # the version of the format, then the merges
+
+
+def test_prepare_again_changes_nothing(prepared, corpus):
+    before, times = files(prepared), {path: path.stat().st_mtime_ns for path in prepared.rglob("*") if path.is_file()}
+    done = run("prepare.sh", "--from", corpus, "--out", prepared, "--merges", 60)
+    assert done.returncode == 0, done.stderr
+    assert files(prepared) == before
+    assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*") if path.is_file()} == times
+
+
+def test_prepare_killed_and_resumed_gives_the_same_bytes(prepared, corpus, tmp_path):
+    out, partial = tmp_path / "en-de", tmp_path / "en-de" / "text" / "tok.train.de.part"
+    process = start("prepare.sh", "--from", corpus, "--out", out, "--merges", 60, PYTHONHASHSEED="2")
+    while process.poll() is None and not partial.exists():
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert partial.exists() and not (out / "text" / "tok.train.de").exists()
+    (out / "binarizing").mkdir()  # as if killed later, while binarizing
+    (out / "binarizing" / "dict.en.txt").write_text("half\n")
+    done = run("prepare.sh", "--from", corpus, "--out", out, "--merges", 60, PYTHONHASHSEED="3")
+    assert done.returncode == 0, done.stderr
+    assert files(out) == files(prepared)
+
+
+def test_prepare_refuses_mistakes(corpus, prepared, tmp_path):
+    folder = shutil.copytree(corpus, tmp_path / "corpus")
+    out = ["--from", folder, "--out", tmp_path / "out"]
+    with open(folder / "val.de", "ab") as file:
+        file.write(b"noch einer\n")
+    assert mistake("prepare.sh", *out).startswith("prepare.sh: valid has 7 lines of en and 8 of de; ")
+    (folder / "val.en").unlink()
+    shutil.rmtree(tmp_path / "out")
+    assert mistake("prepare.sh", *out) == f"prepare.sh: --from has neither {folder}/val.en nor val.en.gz"
+    (folder / "train.en.gz").write_bytes((corpus / "train.en.gz").read_bytes()[:500])
+    shutil.rmtree(tmp_path / "out")
+    assert mistake("prepare.sh", *out) == f"prepare.sh: {folder}/train.en.gz cannot be read as UTF-8 text"
+    assert not (tmp_path / "out" / "text" / "raw.train.en").exists()
+    (folder / "train.en").write_bytes(b"caf\xe9\n")
+    assert mistake("prepare.sh", *out) == f"prepare.sh: {folder}/train.en cannot be read as UTF-8 text"
+    assert "was prepared with other settings" in mistake("prepare.sh", "--from", corpus, "--out", prepared)
+    assert mistake("prepare.sh", "--target", "cs") == "prepare.sh: --target is 'cs', allowed are de and fr"
+    assert mistake("prepare.sh", "--merges", "0") == "prepare.sh: --merges is '0', allowed is a positive whole number"
+    assert mistake("prepare.sh", "--from", "nowhere") == "prepare.sh: --from nowhere is no folder that can be read"
+    assert "--help" in mistake("prepare.sh", "--form", "x") and "--help" in mistake("prepare.sh", "--out")
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
+def test_prepare_downloads(corpus, tmp_path):
+    """From a folder in place of the server: goes on with a part, and notices what is not Multi30k."""
+    text = tmp_path / "out" / "text"
+    text.mkdir(parents=True)
+    whole = (corpus / "train.en.gz").read_bytes()
+    (text / "train.en.gz.part").write_bytes(whole[:100])
+    args = ["--out", tmp_path / "out"]
+    assert mistake("prepare.sh", *args, MULTI30K_URL=corpus.as_uri()) == (
+        f"prepare.sh: {text}/raw.train.en has {train_size()} lines, Multi30k has 29000; "
+        f"remove {tmp_path}/out and run it again"
+    )
+    assert (text / "train.en.gz").read_bytes() == whole
+    (text / "settings").unlink()
+    (text / "train.en.gz").unlink()
+    (text / "raw.train.en").unlink()
+    url = tmp_path.as_uri() + "/nowhere"
+    message = f"prepare.sh: {url}/train.en.gz could not be downloaded whole; run it again"
+    assert mistake("prepare.sh", *args, MULTI30K_URL=url) == message
+
+
+TINY = "--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 16 --decoder-embed-dim 16 --encoder-ffn-embed-dim 16"
+TINY += " --decoder-ffn-embed-dim 16 --max-epoch 6 --max-tokens 1000 --gate-dim 4 --warmup-updates 10 --log-interval 1"
+
+
+@pytest.mark.slow
+def test_train_and_evaluate(prepared, tmp_path):
+    save = tmp_path / "save"
+    done = run("train.sh", "mixtape", "--data", prepared, "--save", save, "--seed", 3, *TINY.split())
+    assert done.returncode == 0, done.stderr
+    log = (save / "train.log").read_text()
+    assert log == done.stdout and "epoch 006" in log
+    kept = sorted(path.name for path in save.glob("checkpoint?.pt"))
+    assert kept == [f"checkpoint{epoch}.pt" for epoch in range(2, 7)]
+
+    done = run("evaluate.sh", save, "--data", prepared)
+    assert done.returncode == 0, done.stderr
+    assert "average of checkpoint2.pt, checkpoint3.pt, checkpoint4.pt, checkpoint5.pt, checkpoint6.pt" in done.stdout
+    hypotheses = lines(save / "test.hyp")
+    assert len(hypotheses) == SIZES["test_2016_flickr"] and not any("@@" in line for line in hypotheses)
+    scores = json.loads((save / "score.json").read_text())
+    assert [row["metric"] for row in scores][:2] == ["BLEU 13a", "BLEU intl"]
+    assert (save / "score.txt").read_text() in done.stdout
+
+    ppl = re.fullmatch(r"test nll_loss [\d.]+ \| ppl ([\d.]+)\n", (save / "test-perplexity.txt").read_text())[1]
+    assert float(ppl) == pytest.approx(2 ** true_bits(save / "average.pt", prepared), abs=0.0051)  # fairseq rounds it
+
+
+def true_bits(path, data):
+    """Mean of -log2 p over every target subword and </s> of the test set, sentence by sentence, in float64."""
+    import mixtape_plugin  # noqa: F401, I001  (first: it repairs fairseq)
+    from fairseq import checkpoint_utils
+
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], arg_overrides={"data": str(data)})
+    model.double().eval()
+    total, count = 0.0, 0
+    for source, target in zip(*(lines(data / "text" / f"bpe.test.{lang}") for lang in ("en", "de"))):
+        source, target = (
+            torch.tensor(
+                [[task.target_dictionary.index(word) for word in line.split()] + [task.target_dictionary.eos()]]
+            )
+            for line in (source, target)
+        )
+        scores, _ = model(source, torch.tensor([source.size(1)]), target.roll(1))
+        total -= scores.log_softmax(-1).gather(-1, target.unsqueeze(-1)).sum().item()
+        count += target.numel()
+    return total / count / math.log(2)
+
+
+def test_train_and_evaluate_refuse_mistakes(tmp_path):
+    assert mistake("train.sh", "plif").startswith(
+        "train.sh: the output layer is 'plif', allowed are softmax, mos, moc and"
+    )
+    message = f"train.sh: --data {tmp_path} holds no binarized data; run prepare.sh first"
+    assert mistake("train.sh", "mos", "--data", tmp_path, "--save", tmp_path / "save") == message
+    assert not (tmp_path / "save").exists()
+    assert mistake("evaluate.sh", tmp_path / "save") == f"evaluate.sh: {tmp_path}/save is no folder"
+    assert mistake("evaluate.sh", tmp_path, "--data", tmp_path).startswith(
+        f"evaluate.sh: --data {tmp_path} holds no text/"
+    )

@@ -1,0 +1,331 @@
+"""Every output layer against the float64 reference, and the contract they share.
+
+Shapes: N tokens, D features, E embedding, K components, V vocabulary, S frequent tokens.
+"""
+
+import math
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from fairseq.data import Dictionary
+
+from mixtape_plugin.analysis.rank import log_prob_rank
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, build_output_layer, check_frequency_order
+from mixtape_plugin.output_layers.mixtape import sigmoid_tree
+
+N, D, E, V, GATE_DIM = 7, 6, 5, 11, 3
+PAD = 1
+MIXTURES = [name for name in OUTPUT_LAYERS if name != "softmax"]
+
+
+def build(name, feature_dim=D, vocab_size=V, tied_weight=None, **options):
+    options = {"gate_dim": GATE_DIM, "gate_noise": 0.0, "output_embed_dim": None if name == "softmax" else E, **options}
+    if tied_weight is not None:
+        options["output_embed_dim"] = None
+    torch.manual_seed(0)
+    layer = build_output_layer(OutputLayerConfig(output_layer=name, **options), feature_dim, vocab_size, tied_weight)
+    for parameter in layer.parameters():  # biases too, and gates far from 1/2
+        torch.nn.init.normal_(parameter)
+    return layer.double()
+
+
+def expected_log_probs(layer, features, **draws):
+    options = {}
+    if layer.config.output_layer != "softmax":
+        options["num_components"] = layer.config.num_components
+    if layer.config.output_layer == "mixtape":
+        options["weight_norm"] = layer.config.gate_weight_norm
+    formula = getattr(reference, f"{layer.config.output_layer}_log_probs")
+    return formula(dict(layer.named_parameters()), features, **options, **draws)
+
+
+def random_targets():
+    target = torch.randint(2, V, (N,))
+    target[2] = PAD
+    return target
+
+
+def gradients(loss, layer, features):
+    return torch.autograd.grad(loss, [features, *layer.parameters()], retain_graph=True)
+
+
+CASES = [("softmax", {})]
+CASES += [(name, {"num_components": k}) for name in ("mos", "moc") for k in (1, 3)]
+CASES += [("mixtape", {"num_components": k, "frequent_ratio": r}) for k in (2, 3, 4, 7) for r in (0.1, 0.5, 1)]
+CASES += [("mixtape", {"gate_weight_norm": True})]
+
+
+@pytest.mark.parametrize("name, options", CASES)
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_evaluation_equals_reference(name, options, label_smoothing):
+    layer = build(name, context_dropout=0.5, gate_dropout=0.5, gate_noise=1, **options).eval()
+    features = torch.randn(N, D, dtype=torch.float64, requires_grad=True)
+    target = random_targets()
+    log_probs = expected_log_probs(layer, features)
+    torch.testing.assert_close(F.log_softmax(layer(features), dim=-1), log_probs)
+    torch.testing.assert_close(layer.log_probs(features), log_probs)
+
+    expected = reference.label_smoothed_loss(log_probs, target, label_smoothing, PAD)
+    actual = layer.loss(features, target, label_smoothing=label_smoothing, ignore_index=PAD)
+    torch.testing.assert_close(actual, expected)
+    for ours, theirs in zip(*(gradients(loss + 2 * nll, layer, features) for loss, nll in (actual, expected))):
+        torch.testing.assert_close(ours, theirs)
+
+
+def scaled_mask(p, *shape):
+    return F.dropout(torch.ones(*shape, dtype=torch.float64), p)
+
+
+@pytest.mark.parametrize("name, options", [case for case in CASES if case[0] != "softmax"])
+def test_training_equals_reference_with_the_same_draw(name, options):
+    layer = build(name, context_dropout=0.4, gate_dropout=0.3, gate_noise=0.5, **options).train()
+    features = torch.randn(N, D, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(1)
+    actual = layer.log_probs(features)
+
+    # The order of the draws: context vectors; gate embeddings; noise gate by gate, frequent tokens first.
+    torch.manual_seed(1)
+    num_components = layer.num_components
+    draws = {"context_mask": scaled_mask(0.4, N, num_components * E).view(N, num_components, E)}
+    if name == "mixtape":
+        gates, frequent = num_components - 1, layer.num_frequent
+        noise = {"dtype": torch.float64}
+        draws["gate_mask"] = scaled_mask(0.3, N, gates * GATE_DIM).view(N, gates, GATE_DIM)
+        draws["gate_noise_frequent"] = 0.5 * torch.stack([torch.randn(N, frequent, **noise) for _ in range(gates)], -1)
+        draws["gate_noise_shared"] = 0.5 * torch.cat([torch.randn(N, 1, **noise) for _ in range(gates)], -1)
+    expected = expected_log_probs(layer, features, **draws)
+    torch.testing.assert_close(actual, expected)
+    weights = torch.randn(N, V, dtype=torch.float64)
+    for ours, theirs in zip(*(gradients((x * weights).sum(), layer, features) for x in (actual, expected))):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_gradcheck(name):
+    layer = build(name, context_dropout=0.4, gate_dropout=0.3, gate_noise=0.5, frequent_ratio=0.5).train()
+    features = torch.randn(3, D, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([4, PAD, 9])
+
+    def loss(features, *parameters):
+        torch.manual_seed(2)
+        return layer.loss(features, target, label_smoothing=0.1, ignore_index=PAD)
+
+    assert torch.autograd.gradcheck(loss, (features, *layer.parameters()))
+
+
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_sums_to_one_and_stays_near_float64(name, dtype):
+    layer = build(name).eval()
+    features = torch.randn(N, D, dtype=torch.float64)
+    expected = layer.log_probs(features)
+    layer = layer.to(dtype)
+    actual = layer.log_probs(features.to(dtype))
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.exp().sum(-1), torch.ones(N))
+    # The scale of the logits times the rounding of the type: a few units in the last place of a sum of E products.
+    tolerance = 8 * torch.finfo(dtype).eps * expected.abs().max().item()
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_leading_dimensions_and_single_tokens(name):
+    layer = build(name).eval()
+    features = torch.randn(2, 3, D, dtype=torch.float64)
+    target = torch.randint(2, V, (2, 3))
+    whole = layer(features)
+    assert whole.shape == (2, 3, V)
+    for index in [(0, 0), (1, 2)]:
+        torch.testing.assert_close(layer(features[index]), whole[index])
+    expected = [sum(x) for x in zip(*(layer.loss(f, t) for f, t in zip(features.flatten(0, 1), target.flatten())))]
+    torch.testing.assert_close(list(layer.loss(features, target)), expected)
+
+
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_ignored_targets_count_for_nothing(name):
+    layer = build(name)
+    features = torch.randn(N, D, dtype=torch.float64, requires_grad=True)
+    loss, nll = layer.loss(features, torch.full((N,), PAD), label_smoothing=0.1, ignore_index=PAD)
+    assert loss == 0 and nll == 0
+    assert all(not g.any() for g in gradients(loss, layer, features))
+    target = random_targets()
+    kept = target != PAD
+    torch.testing.assert_close(
+        layer.loss(features, target, label_smoothing=0.1, ignore_index=PAD),
+        layer.loss(features[kept], target[kept], label_smoothing=0.1, ignore_index=PAD),
+    )
+
+
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_impossible_targets_stay_finite(name):
+    """A probability that underflows in float32 still has its logarithm and a gradient."""
+    layer = build(name).float()
+    with torch.no_grad():
+        layer.bias.zero_()
+        layer.bias[4] = -300.0
+    features = torch.randn(N, D, requires_grad=True)
+    loss, _ = layer.loss(features, torch.full((N,), 4))
+    assert 250 * N < loss.item() < 350 * N
+    assert all(g.isfinite().all() for g in gradients(loss, layer, features))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_locked_context_dropout_shares_its_mask_over_time(name):
+    layer = build(name, context_dropout=0.5, locked_context_dropout=True).train()
+    contexts = layer.context_vectors(torch.randn(4, 9, D, dtype=torch.float64))
+    dropped = contexts == 0
+    assert (dropped == dropped[:, :1]).all()  # [B, T, K, E]
+    assert dropped[:, 0].any() and not dropped[:, 0].all()
+    assert (dropped[0] != dropped[1]).any()
+    with pytest.raises(ValueError, match="batch, time"):
+        layer(torch.randn(N, D, dtype=torch.float64))
+
+
+def test_mos_with_one_component_is_a_softmax_of_its_context():
+    mos, moc = build("mos", num_components=1).eval(), build("moc", num_components=1).eval()
+    features = torch.randn(N, D, dtype=torch.float64)
+    context = torch.tanh(mos.context(features))
+    expected = F.log_softmax(context @ mos.weight.t() + mos.bias, dim=-1)
+    torch.testing.assert_close(mos.log_probs(features), expected)
+    torch.testing.assert_close(moc.log_probs(features), expected)
+
+
+@pytest.mark.parametrize("gates, component", [((1, 1, 0), 0), ((1, -1, 0), 1), ((-1, 0, 1), 2), ((-1, 0, -1), 3)])
+def test_mixtape_with_saturated_gates_is_one_softmax(gates, component):
+    """Eq. 3 with every γ at 0 or 1: one component has all the mass."""
+    layer = build("mixtape", frequent_ratio=1.0).eval()
+    with torch.no_grad():
+        layer.gate_bias.copy_(1e4 * torch.tensor(gates).expand_as(layer.gate_bias))
+    features = torch.randn(N, D, dtype=torch.float64)
+    context = layer.context_vectors(features)[:, component]
+    expected = F.log_softmax(context @ layer.weight.t() + layer.bias, dim=-1)
+    torch.testing.assert_close(layer.log_probs(features), expected)
+
+
+def test_mixtape_with_equal_gates_is_a_mixture_of_contexts():
+    """Without v_x and b_x the frequent tokens have the shared gates, and the priors do not depend on the token."""
+    layer = build("mixtape", frequent_ratio=0.5).eval()
+    with torch.no_grad():
+        layer.gate_embedding.zero_()
+        layer.gate_bias.zero_()
+    features = torch.randn(N, D, dtype=torch.float64)
+    prior = reference.tree_priors(torch.sigmoid(layer.gate_shared(features)))
+    context = (prior.unsqueeze(-1) * layer.context_vectors(features)).sum(-2)
+    expected = F.log_softmax(context @ layer.weight.t() + layer.bias, dim=-1)
+    torch.testing.assert_close(layer.log_probs(features), expected)
+
+
+@pytest.mark.parametrize("num_components", range(2, 10))
+def test_sigmoid_tree_mixes_by_the_reference_priors(num_components):
+    gates = torch.rand(num_components - 1, N, dtype=torch.float64)
+    leaves = torch.randn(num_components, N, dtype=torch.float64)
+    priors = reference.tree_priors(gates.t())
+    torch.testing.assert_close(sigmoid_tree(list(gates), list(leaves)), (priors * leaves.t()).sum(-1))
+
+
+def test_rank_is_bounded_for_softmax_and_moc_only():
+    """Rank of log P over 150 random contexts and 100 tokens at E = 8."""
+    features = 3 * torch.randn(150, 8, dtype=torch.float64)
+    rank = {}
+    for name in OUTPUT_LAYERS:
+        layer = build(name, 8, 100, output_embed_dim=8, frequent_ratio=1.0).eval()
+        rank[name] = log_prob_rank(layer.log_probs(features).detach())
+    assert rank["softmax"] <= 8 + 2 and rank["moc"] <= 8 + 2
+    assert rank["mos"] > 50 and rank["mixtape"] > 50
+
+
+def test_tied_weight_is_the_embedding_itself():
+    embedding = torch.nn.Embedding(V, E)
+    for name in OUTPUT_LAYERS:
+        layer = build(name, feature_dim=E, tied_weight=embedding.weight)
+        assert layer.weight is embedding.weight and layer.embed_dim == E
+    layer = build("mixtape", feature_dim=D, tied_weight=embedding.weight)
+    assert layer.context.weight.shape == (4 * E, D)
+
+
+def test_parameter_names_and_shapes():
+    layer = build("mixtape", num_components=4, frequent_ratio=0.5)
+    shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+    frequent = round(0.5 * V)
+    assert shapes == {
+        "weight": (V, E),
+        "bias": (V,),
+        "context.weight": (4 * E, D),
+        "context.bias": (4 * E,),
+        "gate_hidden.weight": (3 * GATE_DIM, D),
+        "gate_hidden.bias": (3 * GATE_DIM,),
+        "gate_embedding": (frequent, GATE_DIM),
+        "gate_shared.weight": (3, D),
+        "gate_bias": (frequent, 3),
+    }
+    for name in ("mos", "moc"):
+        shapes = {name: tuple(p.shape) for name, p in build(name, num_components=3).named_parameters()}
+        assert shapes["prior.weight"] == (3, D) and shapes["context.weight"] == (3 * E, D)
+        assert set(shapes) == {"weight", "bias", "context.weight", "context.bias", "prior.weight"}
+
+
+def test_gate_weight_norm_ignores_the_length_of_rows():
+    layer = build("mixtape", gate_weight_norm=True).eval()
+    features = torch.randn(N, D, dtype=torch.float64)
+    before = layer(features)
+    with torch.no_grad():
+        layer.gate_hidden.weight.mul_(torch.rand(3 * GATE_DIM, 1) + 0.5)
+    torch.testing.assert_close(layer(features), before)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"output_layer": "maxout"}, "--output-layer maxout .*softmax or mos or moc or mixtape"),
+        ({"output_layer": "mos", "num_components": 0}, "--num-components 0 .*at least 1"),
+        ({"num_components": 1}, "--num-components 1 .*mixtape.*at least 2"),
+        ({"frequent_ratio": 0.0}, "--frequent-ratio 0.0 .*more than 0 and at most 1"),
+        ({"frequent_ratio": 1.5}, "--frequent-ratio 1.5 "),
+        ({"frequent_ratio": math.nan}, "--frequent-ratio nan "),
+        ({"frequent_ratio": 0.01}, "--frequent-ratio 0.01 of 11 tokens"),
+        ({"gate_dim": 0}, "--gate-dim 0 .*at least 1"),
+        ({"gate_dropout": 1.0}, "--gate-dropout 1.0 .*less than 1"),
+        ({"gate_noise": -0.1}, "--gate-noise -0.1 .*0 or more"),
+        ({"context_dropout": -0.5}, "--context-dropout -0.5 "),
+        ({"output_embed_dim": 0}, "--output-embed-dim 0 "),
+        ({"output_impl": "magic"}, "--output-impl magic .*auto or eager"),
+        ({"output_layer": "softmax", "output_embed_dim": 5}, "softmax .* 5 .* 6"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(UserError, match=message):
+        build_output_layer(OutputLayerConfig(**options), D, V)
+
+
+def test_tied_width_is_checked():
+    with pytest.raises(UserError, match="--output-embed-dim 4 .*tied embedding.* 5"):
+        build_output_layer(OutputLayerConfig(output_embed_dim=4), D, V, torch.nn.Parameter(torch.zeros(V, 5)))
+
+
+@pytest.mark.parametrize("other", ["softmax", "mos", "moc"])
+def test_parameters_of_another_layer_are_refused_in_a_sentence(other):
+    state = build(other, feature_dim=E).state_dict()
+    with pytest.raises(UserError, match="--output-layer mixtape.*gate_embedding"):
+        build("mixtape", feature_dim=E).load_state_dict(state)
+
+
+def make_dictionary(counts):
+    dictionary = Dictionary()
+    for i, count in enumerate(counts):
+        dictionary.add_symbol(f"w{i}", n=count)
+    return dictionary
+
+
+@pytest.mark.parametrize(
+    "counts, problem", [([5, 3, 4, 1], "not ordered by frequency"), ([100] * 4, "the same count .100")]
+)
+def test_gate_sharing_refuses_a_dictionary_without_frequencies(counts, problem):
+    dictionary = make_dictionary(counts)
+    with pytest.raises(UserError, match=problem):
+        check_frequency_order(OutputLayerConfig(frequent_ratio=0.5), dictionary)
+    check_frequency_order(OutputLayerConfig(frequent_ratio=1.0), dictionary)
+    check_frequency_order(OutputLayerConfig(output_layer="mos"), dictionary)
+    check_frequency_order(OutputLayerConfig(frequent_ratio=0.5), make_dictionary([5, 5, 2, 0]))

@@ -1,0 +1,112 @@
+"""Self-attention with relative positions against the loops of the reference and against fairseq's own attention."""
+
+import pytest
+import reference
+import torch
+from fairseq.modules import MultiheadAttention
+
+from mixtape_plugin.modules.relative_attention import RelativeMultiheadAttention
+
+LENGTH, BATCH, HEADS, WIDTH, CLIP = 7, 2, 2, 8, 2
+
+
+def build(clip=CLIP):
+    torch.manual_seed(0)
+    attention = RelativeMultiheadAttention(WIDTH, HEADS, clip).double().eval()
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return attention
+
+
+def future_mask():
+    return torch.full((LENGTH, LENGTH), float("-inf"), dtype=torch.float64).triu(1)
+
+
+def attend(attention, x, **options):
+    return attention(x, x, x, need_weights=False, **options)[0]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("clip", [1, 2, LENGTH + 3])
+def test_equals_reference(causal, clip):
+    attention = build(clip)
+    x = torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
+    actual = attend(attention, x, attn_mask=future_mask() if causal else None)
+
+    projected = [projection(x) for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    tables = attention.relative_key, attention.relative_value
+    expected = torch.stack(
+        [
+            torch.cat(
+                [
+                    reference.relative_attention(
+                        *(p[:, b].chunk(HEADS, -1)[h] for p in projected), *tables, clip, causal
+                    )
+                    for h in range(HEADS)
+                ],
+                dim=-1,
+            )
+            for b in range(BATCH)
+        ],
+        dim=1,
+    )
+    expected = attention.out_proj(expected)
+    torch.testing.assert_close(actual, expected)
+    inputs = [x, *attention.parameters()]
+    weights = torch.randn_like(actual)
+    # The bias of the keys shifts every logit of a query alike: its gradient is 0 but for rounding.
+    for ours, theirs in zip(*(torch.autograd.grad((y * weights).sum(), inputs) for y in (actual, expected))):
+        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-12)
+
+
+def test_zero_tables_are_plain_attention():
+    attention = build()
+    with torch.no_grad():
+        attention.relative_key.zero_()
+        attention.relative_value.zero_()
+    plain = MultiheadAttention(WIDTH, HEADS, self_attention=True).double().eval()
+    plain.load_state_dict({k: v for k, v in attention.state_dict().items() if not k.startswith("relative")})
+    x = torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64)
+    padding = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+    padding[1, :3] = True
+    for options in ({}, {"attn_mask": future_mask()}, {"key_padding_mask": padding}):
+        torch.testing.assert_close(attend(attention, x, **options), attend(plain, x, **options))
+    for need_head_weights in (False, True):
+        ours, theirs = (
+            module(x, x, x, need_weights=True, need_head_weights=need_head_weights, incremental_state=None)[1]
+            for module in (attention, plain)
+        )
+        if not need_head_weights:  # fairseq's fast path averages over heads, whatever is asked for
+            torch.testing.assert_close(ours, theirs)
+        else:
+            assert ours.shape == (HEADS, BATCH, LENGTH, LENGTH)
+            torch.testing.assert_close(ours.mean(0), theirs)
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_incremental_equals_whole_and_beams_are_reordered(first):
+    """The first ``first`` steps at once, then one at a time, with the sequences swapped half-way."""
+    attention = build()
+    x = torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64)
+    whole = attend(attention, x, attn_mask=future_mask())
+    state, outputs = {}, []
+    steps = [x[:first], *x[first:].split(1)]
+    for i, step in enumerate(steps):
+        mask = future_mask()[:first, :first] if i == 0 else None
+        outputs.append(attend(attention, step, incremental_state=state, attn_mask=mask))
+    torch.testing.assert_close(torch.cat(outputs), whole)
+
+    state, order = {}, torch.tensor([1, 0])
+    for step in steps[:-1]:
+        mask = future_mask()[: len(step), : len(step)]
+        attend(attention, step, incremental_state=state, attn_mask=mask)
+    attention.reorder_incremental_state(state, order)
+    torch.testing.assert_close(attend(attention, steps[-1][:, order], incremental_state=state), whole[-1:, order])
+
+
+def test_padding_changes_nothing():
+    attention = build()
+    x = torch.randn(LENGTH, 1, WIDTH, dtype=torch.float64)
+    padded = torch.cat([torch.randn(2, 1, WIDTH, dtype=torch.float64), x])
+    padding = torch.tensor([[True] * 2 + [False] * LENGTH])
+    torch.testing.assert_close(attend(attention, padded, key_padding_mask=padding)[2:], attend(attention, x))

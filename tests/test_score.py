@@ -1,0 +1,172 @@
+"""scripts/score.py against sacrebleu's own functions, multi-bleu's formula by hand, and a user's mistakes."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import sacrebleu
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "score.py"
+spec = importlib.util.spec_from_file_location("score", SCRIPT)
+score_script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(score_script)
+
+HYPOTHESES = [
+    "Ein Mann im T-Shirt spielt auf einer E-Gitarre ein Lied.",
+    "Zwei Hunde laufen über die grüne Wiese .",
+    "Eine Frau sagt: „Guten Tag“ und geht.",
+    "",
+    "Ein 10-jähriger Junge isst 3,5 Äpfel & Birnen",
+]
+REFERENCES = [
+    "Ein Mann im T-Shirt spielt ein Lied auf einer E-Gitarre.",
+    "Zwei Hunde laufen über eine grüne Wiese.",
+    'Eine Frau sagt: "Guten Tag" und geht.',
+    "Ein leerer Platz.",
+    "Ein 10-Jähriger Junge isst 3,5 Äpfel & Birnen.",
+]
+
+
+def arguments(*args):
+    return ["--source-lang", "en", "--target-lang", "de", *map(str, args)]
+
+
+def write(path, lines):
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def scores(hypotheses=HYPOTHESES, references=REFERENCES, lang="de"):
+    return {row["metric"]: row for row in score_script.score(hypotheses, [references], lang)}
+
+
+def multi_bleu(hypotheses, references):
+    """BLEU of tokenized text, Papineni et al. 2002: brevity penalty times the geometric mean of clipped precisions."""
+    matches, totals, length, reference_length = [0] * 4, [0] * 4, 0, 0
+    for hypothesis, reference in zip(map(str.split, hypotheses), map(str.split, references)):
+        length += len(hypothesis)
+        reference_length += len(reference)
+        for n in range(1, 5):
+            ours, theirs = (
+                Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
+                for tokens in (hypothesis, reference)
+            )
+            matches[n - 1] += sum((ours & theirs).values())
+            totals[n - 1] += sum(ours.values())
+    precision = math.exp(sum(math.log(m / t) for m, t in zip(matches, totals)) / 4)
+    return 100 * min(1, math.exp(1 - reference_length / length)) * precision
+
+
+def test_agrees_with_sacrebleu():
+    found = scores()
+    for name, options in [
+        ("BLEU 13a", {}),
+        ("BLEU intl", {"tokenize": "intl"}),
+        ("BLEU 13a lower-cased", {"lowercase": True}),
+    ]:
+        assert found[name]["score"] == sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES], **options).score
+        assert found[name]["preprocessing"] is None
+    assert found["chrF"]["score"] == sacrebleu.corpus_chrf(HYPOTHESES, [REFERENCES]).score
+    assert found["BLEU 13a"]["signature"] == (
+        f"nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:{sacrebleu.__version__}"
+    )
+    assert len({row["score"] for row in found.values()}) == len(found)  # the sentences tell all variants apart
+
+
+def test_compounds_split_by_hand():
+    atat = "##AT##-##AT##"
+    # By hand: Moses tokens, quotes as ASCII (escaped, as Moses does), each hyphen inside a word on its own.
+    hypotheses = [
+        f"Ein Mann im T {atat} Shirt spielt auf einer E {atat} Gitarre ein Lied .",
+        "Zwei Hunde laufen über die grüne Wiese .",
+        "Eine Frau sagt : &quot; Guten Tag &quot; und geht .",
+        "",
+        f"Ein 10 {atat} jähriger Junge isst 3,5 Äpfel &amp; Birnen",
+    ]
+    references = [
+        f"Ein Mann im T {atat} Shirt spielt ein Lied auf einer E {atat} Gitarre .",
+        "Zwei Hunde laufen über eine grüne Wiese .",
+        "Eine Frau sagt : &quot; Guten Tag &quot; und geht .",
+        "Ein leerer Platz .",
+        f"Ein 10 {atat} Jähriger Junge isst 3,5 Äpfel &amp; Birnen .",
+    ]
+    found = scores()
+    assert found["BLEU tokenized, compounds split"]["score"] == pytest.approx(multi_bleu(hypotheses, references))
+    joined = [[line.replace(f" {atat} ", "-") for line in lines] for lines in (hypotheses, references)]
+    assert found["BLEU tokenized"]["score"] == pytest.approx(multi_bleu(*joined))
+    assert "##AT##" in found["BLEU tokenized, compounds split"]["preprocessing"]
+    assert "tok:none" in found["BLEU tokenized, compounds split"]["signature"]
+
+
+def test_split_compounds():
+    lines = ["a-b", "Vor- und Nachteil", "- ja", "aa-bb-cc", "x - y"]
+    assert score_script.split_compounds(lines) == [
+        "a ##AT##-##AT## b",
+        "Vor- und Nachteil",
+        "- ja",
+        "aa ##AT##-##AT## bb ##AT##-##AT## cc",
+        "x - y",
+    ]
+
+
+def test_only_german_has_compounds():
+    assert "BLEU tokenized, compounds split" not in scores(lang="fr")
+    assert "BLEU tokenized" in scores(lang="fr")
+
+
+def test_several_references():
+    rows = score_script.score(HYPOTHESES, [REFERENCES, HYPOTHESES], "de", test_set="two/refs", source_lang="en")
+    assert rows[0]["score"] == pytest.approx(100)
+    assert rows[0]["signature"].startswith("nrefs:2|") and "test:two/refs|lang:en-de" in rows[0]["signature"]
+
+
+def test_command_line(tmp_path):
+    hypotheses, references = write(tmp_path / "hyp", HYPOTHESES), write(tmp_path / "ref", REFERENCES)
+    command = arguments("--hypotheses", hypotheses, "--references", references, "--json", tmp_path / "score.json")
+    done = subprocess.run([sys.executable, str(SCRIPT), *command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = json.loads((tmp_path / "score.json").read_text())
+    assert {row["metric"]: row for row in rows} == scores()
+    for row, line in zip(rows, done.stdout.splitlines()):
+        assert line.startswith(row["metric"]) and f" {row['score']:.2f}  {row['signature']}" in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hyp", "ref", "score.json"]
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_a_line_ends_at_newlines_only(tmp_path, ending):
+    path = tmp_path / "lines"
+    path.write_bytes(ending.join(["a\u2028b\x0bc\x85d", "", "e"]).encode())
+    assert score_script.read_lines(path) == ["a\u2028b\x0bc\x85d", "", "e"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "hyp cannot be read: No such file or directory"),
+        (b"", "hyp is empty"),
+        (b"gut\n\xff\xfe\n", "hyp is not UTF-8 text: invalid start byte in byte 4"),
+        (b"eins\nzwei\n", "there are 2 hypotheses and 5 references"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path, capsys, content, message):
+    references = write(tmp_path / "ref", REFERENCES)
+    if content is not None:
+        (tmp_path / "hyp").write_bytes(content)
+    files = ["--hypotheses", tmp_path / "hyp", "--references", references, "--json", tmp_path / "score.json"]
+    with pytest.raises(SystemExit) as stop:
+        score_script.main(arguments(*files))
+    # Python prints such a code on stderr, and exits with 1.
+    assert stop.value.code.startswith("score.py: ") and stop.value.code.endswith(message)
+    assert "\n" not in stop.value.code and capsys.readouterr().out == ""
+    assert not (tmp_path / "score.json").exists()
+
+
+def test_unknown_test_set(tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        score_script.main(arguments("--hypotheses", write(tmp_path / "hyp", HYPOTHESES), "--test-set", "nosuch"))
+    assert stop.value.code == "score.py: --test-set nosuch is not to be had: No such test set nosuch"
