@@ -62,7 +62,7 @@ class _CheckpointDtype:
     """
 
     def __init__(self, code, align=False, copy=True):
-        if not isinstance(code, str) or not re.fullmatch(r"b1|[iuf][1248]", code):
+        if not isinstance(code, str) or not re.fullmatch(r"b1|[iu][1248]|f[248]", code):
             raise pickle.UnpicklingError(f"GLOBAL numpy.dtype({code!r}) is not a plain number")
         self.dtype = np.dtype(code)
 
@@ -116,8 +116,8 @@ def load_checkpoints_safely() -> None:
 
     torch 2.6 and later load with weights_only=True, but fairseq's own checkpoints hold a few more classes
     (`SAFE_GLOBALS`). Older torch runs any pickle: there a checkpoint is loaded only for a user who sets
-    MIXTAPE_TRUST_CHECKPOINTS=1. The allow-list guards the reading of the file. It cannot guard what fairseq does with
-    the options in it (`fconv` and `lightconv`, say, evaluate some of theirs as Python).
+    MIXTAPE_TRUST_CHECKPOINTS=1. The allow-list guards the reading of the file, not what fairseq then does with the
+    options in it: `fconv`, say, and the character embeddings of `transformer_lm` evaluate some as Python.
     """
     if loads_weights_only():
         torch.serialization.add_safe_globals(SAFE_GLOBALS)
@@ -223,34 +223,24 @@ def keep_last_batch() -> None:
 
 
 def _check_mmap_dataset(path: str) -> None:
-    """Raise UserError unless path.idx is whole and path.bin has the size that it states.
+    """Raise UserError unless path.idx is whole and path.bin has the size that it promises.
 
-    An .idx is 26 bytes of header, its last 8 the number of sentences, then an int32 length and an int64 offset for
-    each; numbers at offset 17 name the type of a token.
+    An .idx is a header of 26 bytes, the last 8 of which count the sentences, and 12 bytes for each of them.
     """
     index_file, data_file = path + ".idx", path + ".bin"
     mend = "run fairseq-preprocess again"
-    with open(index_file, "rb") as index:
-        header = index.read(26)
-        if len(header) < 26:
-            raise UserError(f"{index_file} is cut off after {len(header)} bytes: {mend}")
-        dtype_code, sentences = struct.unpack("<BQ", header[17:])
-        expected = 26 + 12 * sentences
-        if os.path.getsize(index_file) != expected:
-            size = os.path.getsize(index_file)
-            raise UserError(f"{index_file} has {size:,} bytes where its header promises {expected:,}: {mend}")
-        if sentences == 0:
-            raise UserError(f"{data_file} holds no sentence: check the text that it was made from and {mend}")
-        index.seek(26 + 4 * (sentences - 1))
-        (length,) = struct.unpack("<i", index.read(4))
-        index.seek(-8, os.SEEK_END)
-        (offset,) = struct.unpack("<q", index.read(8))
-    if dtype_code not in indexed_dataset._code_to_dtype:
-        raise UserError(f"{index_file} names the unknown token type {dtype_code}: {mend}")
-    expected = offset + length * np.dtype(indexed_dataset._code_to_dtype[dtype_code]).itemsize
+    with open(index_file, "rb") as file:
+        header = file.read(26)
+    size = os.path.getsize(index_file)
+    if size < 26 or size != 26 + 12 * struct.unpack("<Q", header[18:])[0]:
+        raise UserError(f"{index_file} is cut off or damaged, at {size:,} bytes: {mend}")
+    if size == 26:
+        raise UserError(f"{data_file} holds no sentence: check the text that it was made from and {mend}")
+    index = indexed_dataset.MMapIndexedDataset.Index(index_file)
+    promised = int(index._pointers[-1]) + int(index.sizes[-1]) * index.dtype().itemsize
     size = os.path.getsize(data_file)
-    if size != expected:
-        raise UserError(f"{data_file} has {size:,} bytes where {index_file} promises {expected:,}: {mend}")
+    if size != promised:
+        raise UserError(f"{data_file} has {size:,} bytes where {index_file} promises {promised:,}: {mend}")
 
 
 def refuse_broken_data() -> None:

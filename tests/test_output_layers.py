@@ -132,6 +132,22 @@ def test_low_precision_sums_to_one_and_stays_near_float64(name, dtype):
 
 
 @pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_autocast(name):
+    """What --amp does: float32 parameters, products in a shorter type, log-sum-exps in float32."""
+    layer = build(name, gate_noise=0.1, gate_dropout=0.1, context_dropout=0.1)
+    features = torch.randn(N, D, dtype=torch.float64)
+    target = random_targets()
+    expected = layer.eval().loss(features, target, label_smoothing=0.1, ignore_index=PAD)
+    layer.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = layer.loss(features.float(), target, label_smoothing=0.1, ignore_index=PAD)
+        layer.train().loss(features.float(), target)[0].backward()
+    assert actual[0].dtype == torch.float32
+    torch.testing.assert_close([x.double() for x in actual], list(expected), rtol=0.05, atol=0)
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
 def test_leading_dimensions_and_single_tokens(name):
     layer = build(name).eval()
     features = torch.randn(2, 3, D, dtype=torch.float64)

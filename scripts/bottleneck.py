@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""The softmax bottleneck in a minute: fit a random high-rank distribution with every output layer.
+
+    python scripts/bottleneck.py
+
+There are 1,024 contexts, and each has a distribution of its own over 512 tokens (Dirichlet, concentration .05). The
+contexts' features are free parameters, so only the output layer stands between them and the truth. With embeddings of
+E = 16 the log-probabilities of softmax and MoC have rank 18 at most; those of MoS and Mixtape have no such bound.
+
+Prints a table and writes it (layers.csv), the divergence at every step (kl.csv), the singular values of log P
+(singular_values.csv), and a drawing of both (bottleneck.png).
+"""
+
+import argparse
+import csv
+import os
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # noqa: E402
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from mixtape_plugin.analysis.bottleneck import LAYERS, fit, random_conditional  # noqa: E402
+from mixtape_plugin.analysis.rank import log_prob_rank, singular_values  # noqa: E402
+
+CONCENTRATION = 0.05
+MAX_CELLS = 2**22
+COLUMNS = ["layer", "KL from the truth (nats)", "rank of log P", "accuracy of the top token", "parameters", "seconds"]
+
+
+def write_whole(path, write):
+    """Calls write(temporary path) and moves the result into place."""
+    part = path.with_name(f".{path.stem}.part{path.suffix}")
+    write(part)
+    os.replace(part, path)
+
+
+def write_csv(path, header, rows):
+    def write(part):
+        with open(part, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows([header, *rows])
+
+    write_whole(path, write)
+
+
+def draw(path, fits, true_sigma, title):
+    """KL against steps, and singular values of log P over the largest one."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    for name, result in fits.items():
+        left.plot(range(len(result.curve)), result.curve, label=name)
+        right.plot(range(1, len(result.sigma) + 1), result.sigma / result.sigma[0], label=f"{name}: {result.rank}")
+    right.plot(range(1, len(true_sigma) + 1), true_sigma / true_sigma[0], "k:", label="truth")
+    left.set(xlabel="step", ylabel="KL(P*‖P) in nats", title=title, yscale="log")
+    right.set(xlabel="index", ylabel="σ / σ_max", title="singular values of log P", yscale="log", xscale="log")
+    left.legend()
+    right.legend(title="rank")
+    write_whole(path, lambda part: figure.savefig(part, dpi=150))
+    plt.close(figure)
+
+
+def table(fits):
+    rows = [
+        [name, f"{fit.kl:.2f}", fit.rank, f"{fit.accuracy:.3f}", f"{fit.parameters:,}", f"{fit.seconds:.1f}"]
+        for name, fit in fits.items()
+    ]
+    widths = [max(len(str(row[i])) for row in [COLUMNS, *rows]) for i in range(len(COLUMNS))]
+    lines = ["  ".join(f"{cell:{'<' if i == 0 else '>'}{widths[i]}}" for i, cell in enumerate(r)) for r in [COLUMNS, *rows]]
+    return "\n".join(lines)
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400, help="updates of each layer (default: %(default)s)")
+    parser.add_argument("--contexts", type=int, default=1024, help="N (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=512, help="V (default: %(default)s)")
+    parser.add_argument("--embed-dim", type=int, default=16, help="E; features are 4E wide (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the truth and the initial values (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("bottleneck_run"), help="folder (default: %(default)s)")
+    args = parser.parse_args(argv)
+    for name, lowest in {"steps": 10, "contexts": 2, "tokens": 2, "embed_dim": 1, "seed": 0}.items():
+        if getattr(args, name) < lowest:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is not allowed: at least {lowest}")
+    if args.contexts * args.tokens > MAX_CELLS:
+        raise ValueError(
+            f"--contexts {args.contexts} times --tokens {args.tokens} is too large for this: at most {MAX_CELLS:,}"
+        )
+    return args
+
+
+def main(argv=None):
+    try:
+        args = parse_args(argv)
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--out {args.out} cannot be a folder: {error.strerror}") from None
+    except ValueError as error:
+        sys.exit(f"bottleneck.py: {error}")
+
+    truth = torch.from_numpy(
+        random_conditional(args.contexts, args.tokens, CONCENTRATION, np.random.default_rng(args.seed))
+    )
+    entropy = -(truth.exp() * truth).sum(-1).mean()
+    fits = {}
+    with tqdm(total=args.steps * len(LAYERS), unit="step") as bar:
+        for name, layer in LAYERS.items():
+            bar.set_description(f"{name:<12}")
+            fits[name] = fit(truth, layer, args.embed_dim, args.steps, args.seed, progress=bar.update)
+
+    true_sigma = singular_values(truth)
+    title = f"{args.contexts} contexts × {args.tokens} tokens, E = {args.embed_dim}"
+    write_csv(
+        args.out / "layers.csv", COLUMNS, [[n, f.kl, f.rank, f.accuracy, f.parameters, f.seconds] for n, f in fits.items()]
+    )
+    curves = zip(*(f.curve for f in fits.values()))
+    write_csv(args.out / "kl.csv", ["step", *fits], ([step, *row] for step, row in enumerate(curves)))
+    sigmas = zip(true_sigma.tolist(), *(f.sigma.tolist() for f in fits.values()))
+    write_csv(
+        args.out / "singular_values.csv", ["index", "truth", *fits], ([i, *row] for i, row in enumerate(sigmas, 1))
+    )
+    draw(args.out / "bottleneck.png", fits, true_sigma, title)
+    print(f"{title}; the truth has rank {log_prob_rank(truth)} and an entropy of {entropy:.2f} nats\n")
+    print(table(fits))
+    print(f"\nDrawing and CSV files: {args.out}/")
+
+
+if __name__ == "__main__":
+    main()

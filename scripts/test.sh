@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Set up, lint, and run the whole test suite; arguments go to pytest:  scripts/test.sh -k mixtape -x
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+scripts/setup.sh
+bin="${MIXTAPE_VENV:-.venv}/bin"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # tiny tensors: more threads only cost time
+
+"$bin/ruff" check .
+"$bin/ruff" format --check .
+"$bin/python" -m pytest -q --durations=10 "$@"

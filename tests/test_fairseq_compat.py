@@ -1,0 +1,554 @@
+"""The repairs of fairseq, each against what it promises: every sentence, no foreign code, no traceback, no noise."""
+
+import argparse
+import io
+import os
+import pickle
+import random
+import subprocess
+import sys
+import traceback
+import types
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from fairseq import checkpoint_utils, options
+from fairseq.data import Dictionary, TokenBlockDataset, data_utils, indexed_dataset, language_pair_dataset
+from fairseq.distributed import utils as distributed_utils
+from fairseq_cli import generate, preprocess
+from fairseq_cli import train as fairseq_train
+from omegaconf import OmegaConf
+
+import mixtape_plugin
+from mixtape_plugin import fairseq_compat
+from mixtape_plugin.errors import UserError
+
+USER_DIR = os.path.dirname(mixtape_plugin.__file__)
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+ENVIRONMENT.pop(fairseq_compat.FULL_TRACEBACK, None)
+by_allow_list = pytest.mark.skipif(not fairseq_compat.loads_weights_only(), reason="torch < 2.6 has no allow-list")
+
+
+@pytest.fixture(autouse=not fairseq_compat.loads_weights_only())
+def trust_checkpoints(monkeypatch):
+    """With older torch, the tests about other matters load their own checkpoints."""
+    monkeypatch.setenv(fairseq_compat.TRUST_CHECKPOINTS, "1")
+
+
+def run_command(name, *args):
+    """A fairseq command as its console script runs it, in a process of its own."""
+    code = f"from fairseq_cli.{name} import cli_main; cli_main()"
+    command = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def data_bin(tmp_path_factory):
+    """100 sentences to train on and to translate, 5 more as test1."""
+    folder = tmp_path_factory.mktemp("toy")
+    rng = random.Random(0)
+    for split, sentences in ("train", 100), ("valid", 20), ("test", 100), ("five", 5):
+        lines = [[rng.randrange(20) for _ in range(rng.randint(2, 9))] for _ in range(sentences)]
+        for language in "xy":
+            text = "".join(" ".join(f"{language}{word}" for word in line) + "\n" for line in lines)
+            (folder / f"{split}.{language}").write_text(text)
+    prefixes = [f"--trainpref={folder}/train", f"--validpref={folder}/valid"]
+    prefixes.append(f"--testpref={folder}/test,{folder}/five")
+    parser = options.get_preprocessing_parser()
+    preprocess.main(parser.parse_args(["-s", "x", "-t", "y", f"--destdir={folder}/bin", *prefixes]))
+    return folder / "bin"
+
+
+def train_args(data_bin, save_dir, *more):
+    size = "--{0}-layers 1 --{0}-embed-dim 8 --{0}-ffn-embed-dim 8 --{0}-attention-heads 1"
+    arch = f"--arch transformer {size.format('encoder')} {size.format('decoder')}".split()
+    training = "--optimizer adam --lr 1e-3 --max-tokens 300 --max-update 2 --cpu --num-workers 0".split()
+    folders = [str(data_bin), f"--save-dir={save_dir}", f"--user-dir={USER_DIR}"]
+    return [*folders, *arch, *training, "--no-epoch-checkpoints", *more]
+
+
+@pytest.fixture(scope="module")
+def trained(data_bin, tmp_path_factory):
+    """fairseq-train with the options whose checkpoint holds more than tensors and plain Python."""
+    save_dir = tmp_path_factory.mktemp("trained")
+    bleu = ["--eval-bleu", '--eval-bleu-args={"beam": 1, "max_len_b": 5}']
+    result = run_command("train", *train_args(data_bin, save_dir, *bleu))
+    assert result.returncode == 0, result.stderr
+    return types.SimpleNamespace(checkpoint=save_dir / "checkpoint_last.pt", stderr=result.stderr)
+
+
+def test_apply_twice_changes_nothing():
+    functions = [data_utils.batch_by_size, checkpoint_utils.load_checkpoint_to_cpu, options.parse_args_and_arch]
+    fairseq_compat.apply()
+    assert functions == [
+        data_utils.batch_by_size,
+        checkpoint_utils.load_checkpoint_to_cpu,
+        options.parse_args_and_arch,
+    ]
+
+
+# ------------------------------------------------------------------------------------------------- batching
+
+
+@pytest.mark.parametrize("path", ["vector", "function"])
+@pytest.mark.parametrize("multiple", [1, 3, 8])
+@pytest.mark.parametrize("sentences", [0, 1, 5, 7, 8, 9, 16, 100, 257])
+def test_every_sentence_is_batched_once_within_the_limits(sentences, multiple, path):
+    rng = np.random.RandomState(sentences)
+    lengths = rng.randint(1, 30, size=sentences)
+    for max_tokens, max_sentences in (None, None), (120, None), (None, 8), (240, 16):
+        indices = rng.permutation(sentences)
+        batches = data_utils.batch_by_size(
+            indices if max_tokens else iter(indices.tolist()),
+            num_tokens_fn=lengths.__getitem__,
+            num_tokens_vec=lengths[indices] if path == "vector" else None,
+            max_tokens=max_tokens,
+            max_sentences=max_sentences,
+            required_batch_size_multiple=multiple,
+        )
+        assert [i for batch in batches for i in batch] == indices.tolist()
+        for batch in batches:
+            assert 0 < len(batch) <= (max_sentences or sentences)
+            assert len(batch) * max(lengths[i] for i in batch) <= (max_tokens or np.inf)
+        for batch in batches[:-1]:
+            assert len(batch) % multiple == 0 or len(batch) < multiple
+
+
+@pytest.mark.parametrize("sentences", [1, 5, 9, 100])
+def test_every_sentence_is_batched_into_fixed_shapes(sentences):
+    lengths = np.random.RandomState(0).randint(1, 30, size=sentences)
+    shapes = [(8, 10), (4, 30)]
+    batches = data_utils.batch_by_size(
+        np.arange(sentences), lengths.__getitem__, required_batch_size_multiple=8, fixed_shapes=shapes
+    )
+    assert [i for batch in batches for i in batch] == list(range(sentences))
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+
+class Pickled:
+    """Becomes, in a pickle, a call of `function`."""
+
+    def __init__(self, function, *args):
+        self.reduced = (function, args)
+
+    def __reduce__(self):
+        return self.reduced
+
+
+def save(content, path, args=None, cfg=None, **kwargs):
+    """The least that fairseq takes for a checkpoint, with `content` in it."""
+    history = [{"criterion_name": "CrossEntropyCriterion", "num_updates": 1, "lr_scheduler_state": {}}]
+    extra_state = {"train_iterator": {"epoch": 1}, "content": content}
+    state = {"args": args, "cfg": cfg, "model": {}, "optimizer_history": history, "extra_state": extra_state}
+    torch.save(state, path, **kwargs)
+    return str(path)
+
+
+def load(path):
+    return checkpoint_utils.load_checkpoint_to_cpu(str(path))
+
+
+def load_content(path):
+    return load(path)["extra_state"]["content"]
+
+
+@by_allow_list
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("loader", ["load_checkpoint_to_cpu", "load_ema_from_checkpoint"])
+def test_foreign_pickle_is_refused_and_never_runs(tmp_path, loader, zipped):
+    ran = tmp_path / "ran"
+    attack = Pickled(os.system, f"touch {ran}")
+    path = save(attack, tmp_path / "attack.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(UserError, match=r"attack\.pt .*a pickled (posix|nt)\.system, .*could run code"):
+        getattr(checkpoint_utils, loader)(path)
+    assert not ran.exists()
+    pickle.loads(pickle.dumps(attack))  # the attack itself is real
+    assert ran.exists()
+
+
+@by_allow_list
+@pytest.mark.parametrize(
+    "state, name",
+    [
+        (Pickled(eval, "1"), "eval"),
+        (Pickled(getattr, 1, "real"), "getattr"),
+        (Pickled(__import__, "os"), "__import__"),
+        (UserError("any other class"), "mixtape_plugin.errors.UserError"),
+        (np.float64(1), "numpy._core.multiarray.scalar"),
+        (np.array([None]), "numpy.dtype('O8')"),
+        (np.zeros(1, dtype="i4,O"), "numpy.dtype('V12')"),
+        (np.array(["text"]), "numpy.dtype('U4')"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_on_the_list_is_refused_by_name(tmp_path, state, name):
+    with pytest.raises(UserError) as refusal:
+        load(save(state, tmp_path / "other.pt"))
+    assert f"a pickled {name}, which is not on the list" in str(refusal.value).replace("numpy.core", "numpy._core")
+
+
+@by_allow_list
+def test_arrays_of_a_checkpoint_cannot_take_its_bytes_for_objects(tmp_path):
+    """With numpy's own classes on the list, either of these makes Python objects out of bytes in the file."""
+    plain = np.arange(1)
+    _, _, state = plain.__reduce__()
+    version, shape, _, order, data = state
+    objects = (version, shape, np.dtype("O"), order, data)
+    record = (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0)
+    attacks = {
+        "constructor": Pickled(np.ndarray, (1,), "O", b"\0" * 8),
+        "state": Pickled(np.ndarray, (1,), objects),
+        "dtype": Pickled(np.dtype, "V8", False, True),
+        "dtype state": Pickled(np.dtype, "i8", record),
+    }
+    for name, attack in attacks.items():
+        try:
+            content = load_content(save(attack, tmp_path / f"{name}.pt"))
+        except UserError:
+            continue
+        assert not isinstance(content, np.ndarray) or (content.size == 0 and content.dtype == float), name
+    with pytest.raises(pickle.UnpicklingError):
+        fairseq_compat._CheckpointArray().__setstate__(objects)
+    number = fairseq_compat._CheckpointDtype("i8")
+    number.__setstate__(record)
+    assert number.dtype == np.dtype("i8") and number.dtype.fields is None
+
+
+@pytest.mark.parametrize("dtype", ["?", "u1", "i4", "i8", ">i8", "f2", "f4", "f8", ">f8"])
+def test_plain_arrays_survive_a_checkpoint(tmp_path, dtype):
+    for array in np.arange(24).reshape(2, 3, 4), np.asfortranarray(np.eye(3)), np.array(7):
+        saved = array.astype(dtype)
+        loaded = load_content(save(saved, tmp_path / "array.pt"))
+        again = pickle.loads(pickle.dumps(loaded))  # what the next checkpoint will hold
+        assert type(again) is np.ndarray
+        for result in loaded, again:
+            np.testing.assert_array_equal(result, saved)
+            assert result.dtype == saved.dtype.newbyteorder("=")
+
+
+@by_allow_list
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 half an archive", "cut"])
+def test_damaged_checkpoint_is_named(tmp_path, content):
+    path = tmp_path / "damaged.pt"
+    save(torch.zeros(1000), path)
+    path.write_bytes(path.read_bytes()[:2000] if content == "cut" else content)
+    with pytest.raises(UserError, match="damaged.pt is damaged or is no checkpoint"):
+        load(path)
+
+
+def test_old_torch_loads_only_for_those_who_trust(tmp_path, monkeypatch):
+    path = save(1, tmp_path / "any.pt")
+    monkeypatch.setattr(fairseq_compat, "loads_weights_only", lambda: False)
+    monkeypatch.delenv(fairseq_compat.TRUST_CHECKPOINTS, raising=False)
+    with pytest.raises(UserError, match="MIXTAPE_TRUST_CHECKPOINTS=1"):
+        load(path)
+    monkeypatch.setenv(fairseq_compat.TRUST_CHECKPOINTS, "1")
+    assert load_content(path) == 1
+
+
+def test_missing_checkpoint_stays_fairseqs_own_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "none.pt")
+
+
+def test_options_as_namespace_and_as_omegaconf_tree(tmp_path):
+    """`args` of older checkpoints, `cfg` with a Namespace of fairseq-train, `cfg` of fairseq-hydra-train."""
+    namespace = argparse.Namespace(arch="transformer", dropout=0.1)
+    tree = OmegaConf.to_container(OmegaConf.create({"model": {"_name": "transformer_lm", "dropout": 0.1}}))
+    for args, cfg in (namespace, None), (None, {"model": namespace}), (None, tree):
+        state = load(save(None, tmp_path / "options.pt", args=args, cfg=cfg))
+        model_options = state["args"] if args else state["cfg"]["model"]
+        assert model_options.dropout == 0.1
+
+
+@by_allow_list
+def test_checkpoint_of_fairseq_train_loads_whole(trained):
+    state = load(trained.checkpoint)
+    assert isinstance(state["cfg"]["model"], argparse.Namespace)
+    arrays = [a for a in _leaves(state["extra_state"]) if isinstance(a, np.ndarray)]
+    assert arrays, "--eval-bleu keeps its n-gram counts as arrays"
+    assert torch.serialization.get_unsafe_globals_in_checkpoint(str(trained.checkpoint)) == []
+
+
+def _leaves(tree):
+    if isinstance(tree, (dict, list, tuple)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(value)
+    else:
+        yield tree
+
+
+def test_resumed_options_reach_other_ranks_through_the_allow_list(trained, monkeypatch):
+    """Rank 0 saves into a buffer, the others load it: here one process plays both."""
+    sent = []
+
+    def save_and_load(obj, *_):
+        if obj is not None:
+            buffer = io.BytesIO()
+            torch.save(obj, buffer)
+            sent.append(buffer)
+        return torch.load(io.BytesIO(sent[-1].getvalue()))
+
+    monkeypatch.setattr(distributed_utils, "_broadcast_object_slow", save_and_load)
+    monkeypatch.setattr(distributed_utils, "get_rank", lambda group: 0)
+    monkeypatch.setattr(distributed_utils, "broadcast_tensors", lambda tensors, *_: tensors)
+    state = load(trained.checkpoint)
+    received = distributed_utils.broadcast_object(state, 0, None, dist_device=torch.device("cpu"))
+    assert OmegaConf.is_config(state["cfg"])
+    assert received["cfg"]["model"] == state["cfg"]["model"]
+    assert received["cfg"]["optimization"]["lr"] == [1e-3]
+    for name, tensor in state["model"].items():
+        assert torch.equal(received["model"][name], tensor)
+
+
+# ----------------------------------------------------------------------------------------------------- data
+
+
+def test_names_that_numpy_removed_exist_for_fairseq_alone():
+    before = hasattr(np, "compat")
+    assert language_pair_dataset.np.compat.long is int
+    assert data_utils.np.int is int or data_utils.np is np
+    assert hasattr(np, "compat") == before
+    dataset = TokenBlockDataset(
+        [torch.arange(4), torch.arange(3)], torch.tensor([4, 3]), block_size=None, pad=1, eos=2, break_mode="eos"
+    )
+    assert [len(item) for item in dataset] == [4, 3]
+    blocks = TokenBlockDataset([torch.arange(7)], [7], block_size=3, pad=1, eos=2, break_mode="none")
+    assert torch.cat(list(blocks)).tolist() == list(range(7))
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A binarized dataset of 20 sentences, and its prefix."""
+    prefix = str(tmp_path / "train.x-y.x")
+    builder = indexed_dataset.make_builder(prefix + ".bin", "mmap", vocab_size=100)
+    sentences = [torch.arange(5 + i) for i in range(20)]
+    for sentence in sentences:
+        builder.add_item(sentence)
+    builder.finalize(prefix + ".idx")
+    return prefix, sentences
+
+
+def test_whole_dataset_loads(written):
+    prefix, sentences = written
+    dataset = data_utils.load_indexed_dataset(prefix)
+    assert all(torch.equal(dataset[i], sentence) for i, sentence in enumerate(sentences))
+    assert data_utils.load_indexed_dataset(prefix + "-no-such") is None  # how fairseq finds the end of train, train1
+
+
+@pytest.mark.parametrize("suffix, keep", [(".bin", -1), (".bin", 0), (".idx", -1), (".idx", 100), (".idx", 20)])
+def test_truncated_dataset_is_named(written, suffix, keep):
+    prefix, _ = written
+    content = open(prefix + suffix, "rb").read()
+    with open(prefix + suffix, "wb") as file:
+        file.write(content[:keep])
+    with pytest.raises(UserError) as refusal:
+        data_utils.load_indexed_dataset(prefix, dataset_impl="mmap")
+    assert prefix + suffix in str(refusal.value) and "run fairseq-preprocess again" in str(refusal.value)
+
+
+def test_bin_of_another_idx_is_refused(written):
+    prefix, _ = written
+    with open(prefix + ".bin", "ab") as file:
+        file.write(b"\0\0")
+    with pytest.raises(UserError, match="promises"):
+        data_utils.load_indexed_dataset(prefix)
+
+
+def test_dataset_without_a_sentence_is_refused(tmp_path):
+    prefix = str(tmp_path / "empty")
+    indexed_dataset.make_builder(prefix + ".bin", "mmap", vocab_size=100).finalize(prefix + ".idx")
+    with pytest.raises(UserError, match="holds no sentence"):
+        data_utils.load_indexed_dataset(prefix)
+
+
+def test_missing_dictionary_and_folder_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"dict\.x\.txt does not exist"):
+        Dictionary.load(str(tmp_path / "dict.x.txt"))
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        data_utils.infer_language_pair(str(tmp_path / "nowhere"))
+
+
+def test_existing_dictionary_loads(tmp_path):
+    (tmp_path / "dict.x.txt").write_text("a 3\nb 2\n")
+    assert Dictionary.load(str(tmp_path / "dict.x.txt")).symbols[-2:] == ["a", "b"]
+
+
+# -------------------------------------------------------------------------------------------------- options
+
+
+def test_bf16_does_not_ask_for_a_tpu(data_bin, tmp_path):
+    arguments = train_args(data_bin, tmp_path)
+    for more, bf16, tpu in ([], False, False), (["--bf16"], True, False), (["--bf16", "--tpu"], True, True):
+        args = options.parse_args_and_arch(options.get_training_parser(), arguments + more)
+        assert (args.bf16, args.tpu) == (bf16, tpu)
+
+
+# -------------------------------------------------------------------------------------- what the user reads
+
+
+DEPRECATIONS = (
+    "no longer experimental",
+    "version_base",
+    "package header",
+    "ConfigStore schema",
+    "strict flag",
+    "autocast(args...)` is deprecated",
+    "'pin_memory' argument",
+    "mismatched key_padding_mask",
+)
+
+
+def test_only_known_deprecations_are_silent():
+    code = """
+import sys, warnings
+import mixtape_plugin, torch
+torch.cuda.amp.autocast(enabled=False)
+warnings.warn("hydra.experimental.compose() is no longer experimental. Use hydra.compose()", UserWarning)
+print("unknown ones:", file=sys.stderr)
+warnings.warn("hydra is on fire", UserWarning)
+warnings.warn("The version_base parameter is not specified, says another library", UserWarning)
+warnings.warn("`torch.other(args...)` is deprecated", FutureWarning)
+"""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=os.path.dirname(USER_DIR), env=ENVIRONMENT, capture_output=True, text=True)
+    silent, heard = result.stderr.split("unknown ones:")
+    assert not [phrase for phrase in DEPRECATIONS if phrase in silent]
+    assert [heard.count(word) for word in ("on fire", "another library", "torch.other")] == [1, 1, 1]
+
+
+def test_log_of_fairseq_train_is_free_of_known_deprecations(trained):
+    assert not [phrase for phrase in DEPRECATIONS if phrase in trained.stderr]
+
+
+def raise_and_catch(function):
+    try:
+        function()
+    except Exception as error:
+        return error
+
+
+def chained(wrap):
+    try:
+        raise UserError("--num-components is 1, 2 or more is allowed")
+    except UserError as error:
+        wrap(error)
+
+
+def reraise(error):
+    raise error
+
+
+def bury(error):
+    raise RuntimeError("cannot load model parameters")
+
+
+def cause(error):
+    raise RuntimeError("in between") from error
+
+
+def suppress(error):
+    raise RuntimeError("another matter") from None
+
+
+@pytest.mark.parametrize(
+    "wrap, printed",
+    [
+        (reraise, "error: --num-components is 1, 2 or more is allowed\n"),
+        (bury, "error: --num-components is 1, 2 or more is allowed\n"),
+        (cause, "error: --num-components is 1, 2 or more is allowed\n"),
+        (suppress, None),
+    ],
+)
+def test_user_error_is_printed_as_a_sentence(wrap, printed, capsys, monkeypatch):
+    monkeypatch.delenv(fairseq_compat.FULL_TRACEBACK, raising=False)
+    error = raise_and_catch(lambda: chained(wrap))
+    full = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    fairseq_compat._excepthook(type(error), error, error.__traceback__)
+    assert capsys.readouterr().err == (printed or full)
+    monkeypatch.setenv(fairseq_compat.FULL_TRACEBACK, "1")
+    fairseq_compat._excepthook(type(error), error, error.__traceback__)
+    assert capsys.readouterr().err == full
+
+
+def test_other_errors_print_as_ever(capsys):
+    error = raise_and_catch(lambda: {}["missing"])
+    fairseq_compat._excepthook(type(error), error, error.__traceback__)
+    expected = io.StringIO()
+    traceback.print_exception(type(error), error, error.__traceback__, file=expected)
+    assert capsys.readouterr().err == expected.getvalue()
+
+
+def test_user_error_of_a_spawned_process_is_printed_as_a_sentence(capsys):
+    error = raise_and_catch(lambda: chained(bury))
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    error = torch.multiprocessing.ProcessRaisedException(f"-- Process 1 terminated:\n{text}", 1, 123)
+    fairseq_compat._excepthook(type(error), error, None)
+    assert capsys.readouterr().err == "error: --num-components is 1, 2 or more is allowed\n"
+    error = torch.multiprocessing.ProcessRaisedException("-- Process 1 terminated:\nKeyError: 'x'", 1, 123)
+    fairseq_compat._excepthook(type(error), error, None)
+    assert "KeyError" in capsys.readouterr().err
+
+
+def test_a_hook_of_someone_else_stays(monkeypatch):
+    def theirs(*_):
+        pass
+
+    monkeypatch.setattr(sys, "excepthook", theirs)
+    fairseq_compat.print_user_errors_without_traceback()
+    assert sys.excepthook is theirs
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    fairseq_compat.print_user_errors_without_traceback()
+    assert sys.excepthook is fairseq_compat._excepthook
+
+
+# ------------------------------------------------------------------------------------- the commands themselves
+
+
+def call_command(monkeypatch, command, *args):
+    """A fairseq command in this process, which saves the seconds of an import."""
+    monkeypatch.setattr(sys, "argv", ["fairseq", *map(str, args)])
+    with warnings.catch_warnings():
+        command.cli_main()
+
+
+def generate_args(data_bin, checkpoint, *more):
+    small = "--cpu --beam 1 --max-len-b 3 -s x -t y --max-tokens 2000".split()
+    return [data_bin, f"--path={checkpoint}", f"--user-dir={USER_DIR}", *small, *more]
+
+
+@pytest.mark.parametrize("subset, sentences", [("test", 100), ("test1", 5)])
+def test_generate_translates_every_sentence(data_bin, trained, monkeypatch, capsys, subset, sentences):
+    args = generate_args(data_bin, trained.checkpoint, "--gen-subset", subset)
+    call_command(monkeypatch, generate, *args)
+    hypotheses = [line.split("\t")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("H-")]
+    assert sorted(hypotheses) == sorted(f"H-{i}" for i in range(sentences))
+
+
+@by_allow_list
+@pytest.mark.slow
+def test_generate_refuses_a_foreign_checkpoint_and_missing_data(data_bin, tmp_path, monkeypatch):
+    path = save(Pickled(os.system, f"touch {tmp_path}/ran"), tmp_path / "attack.pt")
+    with pytest.raises(UserError, match="system, which is not on the list"):
+        call_command(monkeypatch, generate, *generate_args(data_bin, path))
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(UserError, match="dict.x.txt does not exist"):
+        call_command(monkeypatch, generate, *generate_args(tmp_path / "nowhere", path))
+    with pytest.raises(FileNotFoundError) as missing:
+        call_command(monkeypatch, fairseq_train, *train_args(data_bin, tmp_path, "--train-subset=train9"))
+    assert fairseq_compat._sentence_for_user(missing.value).startswith("Dataset not found: train9")
+
+
+@by_allow_list
+@pytest.mark.slow
+def test_train_ends_in_one_sentence_without_traceback(data_bin, tmp_path):
+    path = save(Pickled(os.system, f"touch {tmp_path}/ran"), tmp_path / "attack.pt")
+    result = run_command("train", *train_args(data_bin, tmp_path / "new", f"--restore-file={path}"))
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith(f"error: checkpoint {path} is not loaded: it holds a pickled ")
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "ran").exists()

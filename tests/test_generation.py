@@ -1,0 +1,111 @@
+"""From a corpus to scored translations through fairseq's own commands, with each output layer."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import sacrebleu
+import torch
+from conftest import LAYERS, SENTENCES, USER_DIR, generate_args, hypotheses, load_parameters, run
+from fairseq import checkpoint_utils
+
+pytestmark = pytest.mark.slow
+
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / "scripts" / f"{name}.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def printed_bleu(stdout):
+    return float(re.search(r"BLEU4 = ([\d.]+)", stdout)[1])
+
+
+def printed_lines(stdout, letter):
+    """Sentence number -> what follows it in the lines S-, H-, P- …"""
+    lines = [line.split("\t") for line in stdout.splitlines() if re.match(rf"{letter}-\d+\t", line)]
+    return {int(line[0][2:]): line[-1] for line in lines}
+
+
+def assert_token_scores(stdout, models, task, count):
+    """Printed scores of the tokens are log2 of the models' mean probability, each hypothesis scored as a whole."""
+    sources, outputs, scores = (printed_lines(stdout, letter) for letter in "SHP")
+    eos = task.target_dictionary.eos()
+    for number in sorted(outputs)[:count]:
+        source = task.source_dictionary.encode_line(sources[number], add_if_not_exist=False).long()[None]
+        target = task.target_dictionary.encode_line(outputs[number], add_if_not_exist=False).long()[None]
+        previous = torch.cat([torch.tensor([[eos]]), target[:, :-1]], dim=1)
+        length = torch.tensor([source.size(1)])
+        with torch.no_grad():
+            probs = sum(model(source, length, previous)[0].double().softmax(-1) for model in models) / len(models)
+        expected = probs.gather(-1, target.unsqueeze(-1)).log2().flatten()
+        printed = torch.tensor([float(score) for score in scores[number].split()], dtype=torch.float64)
+        torch.testing.assert_close(printed, expected, rtol=0, atol=2e-4)  # four digits are printed
+
+
+@pytest.mark.parametrize("output_layer", LAYERS)
+def test_train_generate_interactive_validate_score(output_layer, trained, data, corpus, tmp_path):
+    training = trained(output_layer)
+    losses = [float(line["nll_loss"]) for line in training.log["train_inner"]]
+    assert len(losses) == 80 and losses[-1] < losses[0] - 2  # bits; the alphabet can be learned
+    (validated,) = (line for line in training.log["valid"] if line["valid_num_updates"] == "80")
+    assert float(validated["valid_ppl"]) < 2
+
+    stdout = run("generate", *generate_args(data, training.checkpoint)).stdout
+    found = hypotheses(stdout)
+    assert sorted(found) == list(range(SENTENCES["test"]))
+    assert printed_lines(stdout, "S") == dict(enumerate((corpus / "test.x").read_text().splitlines()))
+
+    typed = tmp_path / "typed.x"
+    typed.write_text("".join((corpus / "test.x").open().readlines()[:20]))
+    args = generate_args(data, training.checkpoint, "--input", typed, "--buffer-size", 20)
+    assert hypotheses(run("interactive", *args).stdout) == {number: found[number] for number in range(20)}
+
+    # Without --task, fairseq-validate ends in a KeyError of its own.
+    args = [data, "--task", "translation", "--path", training.checkpoint, "--user-dir", USER_DIR, "--cpu"]
+    (again,) = run("validate", *args, *"--num-workers 0 --max-tokens 512 --log-format json".split()).log["valid"]
+    for name in ("valid_loss", "valid_nll_loss", "valid_ppl", "valid_accuracy", "valid_total"):
+        assert again[name] == validated[name]
+    assert int(again["valid_total"]) == len((corpus / "valid.y").read_text().split()) + SENTENCES["valid"]
+
+    translations = [found[number] for number in range(SENTENCES["test"])]
+    (tmp_path / "sys").write_text("\n".join(translations) + "\n")
+    bleu = printed_bleu(run("score", "--sys", tmp_path / "sys", "--ref", corpus / "test.y").stdout)
+    references = (corpus / "test.y").read_text().splitlines()
+    independent = sacrebleu.corpus_bleu(translations, [references], tokenize="none", smooth_method="none", force=True)
+    assert bleu == pytest.approx(independent.score, abs=0.006)  # two digits are printed
+    assert bleu == printed_bleu(stdout.splitlines()[-1])
+    assert bleu > 50
+
+
+def test_five_sentences_give_five_hypotheses(trained, data):
+    """Fewer than --required-batch-size-multiple, 8 by default."""
+    stdout = run("generate", *generate_args(data, trained("mixtape").checkpoint, "--gen-subset", "test1")).stdout
+    assert sorted(hypotheses(stdout)) == list(range(SENTENCES["five"]))
+
+
+def test_ensemble_of_two_output_layers(trained, data):
+    paths = [str(trained(output_layer).checkpoint) for output_layer in ("softmax", "mixtape")]
+    stdout = run("generate", *generate_args(data, ":".join(paths))).stdout
+    assert sorted(hypotheses(stdout)) == list(range(SENTENCES["test"]))
+    models, _, task = checkpoint_utils.load_model_ensemble_and_task(paths)
+    assert [model.decoder.output_projection.config.output_layer for model in models] == ["softmax", "mixtape"]
+    assert_token_scores(stdout, [model.eval() for model in models], task, count=10)
+
+
+def test_average_of_checkpoints_generates(trained, data, tmp_path):
+    """An average of one training's checkpoints translates as the model with the mean of their parameters."""
+    training, average = trained("mixtape"), tmp_path / "average.pt"
+    paths = [str(training.halfway), str(training.checkpoint)]
+    load_script("average_checkpoints").main(["--inputs", *paths, "--output", str(average)])
+    stdout = run("generate", *generate_args(data, average)).stdout
+    assert sorted(hypotheses(stdout)) == list(range(SENTENCES["test"]))
+
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(paths[:1])
+    halfway, last = map(load_parameters, paths)
+    assert not torch.equal(halfway["decoder.output_projection.weight"], last["decoder.output_projection.weight"])
+    model.load_state_dict({name: (halfway[name] + last[name]) / 2 for name in last})
+    assert_token_scores(stdout, [model.eval()], task, count=10)

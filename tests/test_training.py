@@ -1,0 +1,245 @@
+"""Training through fairseq-train: whatever the criterion, after a kill, in two processes, in half precision."""
+
+import math
+import signal
+import socket
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import (
+    LAYERS,
+    SENTENCES,
+    build_small_model,
+    console_script,
+    generate_args,
+    hypotheses,
+    load_parameters,
+    make_dictionary,
+    parse_log,
+    right_padded,
+    run,
+    start,
+    train_args,
+)
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion
+from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+
+from mixtape_plugin.criterions.output_layer_cross_entropy import OutputLayerCrossEntropy
+from mixtape_plugin.errors import UserError
+
+NO_NOISE = "--dropout 0 --gate-noise 0".split()
+
+
+def assert_same_parameters(path, other, **tolerance):
+    parameters, others = load_parameters(path), load_parameters(other)
+    assert parameters.keys() == others.keys()
+    for name, value in parameters.items():
+        torch.testing.assert_close(value, others[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+# ------------------------------------------------------------------------------------------------ criterions
+
+
+def make_sample(dictionary):
+    sources = torch.tensor([[7, 12, 30, 9, 2], [4, 11, 25, 2, 1]]).flip(0)
+    targets = [[10, 4, 4, 28, 31, 2], [31, 9, 2]]
+    return {
+        "net_input": {
+            "src_tokens": sources,
+            "src_lengths": torch.tensor([5, 5]),
+            "prev_output_tokens": right_padded([[2] + target[:-1] for target in targets], dictionary.pad()),
+        },
+        "target": right_padded(targets, dictionary.pad()),
+        "ntokens": 9,
+    }
+
+
+@pytest.mark.parametrize("sentence_avg", [False, True])
+@pytest.mark.parametrize("output_layer", LAYERS)
+def test_criterion_equals_fairseqs_own(output_layer, sentence_avg):
+    """Loss, gradient and logs of the features-only path and of the path through all scores."""
+    dictionary = make_dictionary()
+    model = build_small_model(dictionary=dictionary, output_layer=output_layer)
+    task = SimpleNamespace(target_dictionary=dictionary)
+
+    def loss_gradients_logs(criterion):
+        model.zero_grad()
+        loss, sample_size, logged = criterion.eval()(model, make_sample(dictionary))
+        loss.backward()
+        logged = {name: torch.as_tensor(value).double() for name, value in logged.items()}
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())], sample_size, logged
+
+    for ours, fairseqs in (
+        ((sentence_avg, 0.1, True), LabelSmoothedCrossEntropyCriterion(task, sentence_avg, 0.1, report_accuracy=True)),
+        ((sentence_avg, 0.1, False), LabelSmoothedCrossEntropyCriterion(task, sentence_avg, 0.1)),
+        ((sentence_avg,), CrossEntropyCriterion(task, sentence_avg)),
+    ):
+        numbers, sample_size, logged = loss_gradients_logs(OutputLayerCrossEntropy(task, *ours))
+        expected, expected_size, expected_logs = loss_gradients_logs(fairseqs)
+        assert sample_size == expected_size == (2 if sentence_avg else 9)
+        for number, other in zip(numbers, expected):  # fairseq's log-softmax is one in float32
+            torch.testing.assert_close(number.double(), other.double(), rtol=1e-5, atol=1e-5)
+        if isinstance(fairseqs, CrossEntropyCriterion):
+            expected_logs["nll_loss"] = expected_logs["loss"]
+        assert logged.keys() == expected_logs.keys()
+        for name, value in logged.items():
+            torch.testing.assert_close(value, expected_logs[name], rtol=1e-5, atol=0)
+
+
+@pytest.mark.slow
+def test_training_does_not_depend_on_the_path(data, tmp_path):
+    """fairseq-train with our criterion and with fairseq's own: the same losses and parameters."""
+    more = [*NO_NOISE, *"--optimizer sgd --lr 0.5 --max-update 3 --output-layer mixtape".split()]
+    for smoothing, fairseqs in (0.1, "label_smoothed_cross_entropy"), (0, "cross_entropy"):
+        logs = []
+        for criterion in "output_layer_cross_entropy", fairseqs:
+            args = train_args(data, tmp_path / criterion / str(smoothing), *more, "--criterion", criterion)
+            if smoothing:
+                args += ["--label-smoothing", smoothing]
+            lines = run("train", *args).log["train_inner"]
+            logs.append([float(line["loss"]) for line in lines])
+        assert logs[0] == logs[1] and len(logs[0]) == 3
+        assert logs[0][2] < logs[0][0] - 0.1
+        paths = [tmp_path / name / str(smoothing) for name in ("output_layer_cross_entropy", fairseqs)]
+        assert_same_parameters(*(path / "checkpoint_last.pt" for path in paths), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_criterion_of_a_model_without_an_output_layer(data, tmp_path):
+    small = "--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 8 --decoder-embed-dim 8"
+    training = "--arch transformer --criterion output_layer_cross_entropy --optimizer sgd --lr 1 --max-tokens 512 --cpu"
+    with pytest.raises(UserError, match="--criterion output_layer_cross_entropy needs a model of this plugin"):
+        run("train", data, "--save-dir", tmp_path, "--num-workers", 0, *small.split(), *training.split())
+
+
+# ------------------------------------------------------------------------------------------ kill and resume
+
+KILLED_BEFORE_UPDATE_6 = """
+import os, signal
+from fairseq_cli.train import cli_main  # first, for it sets up the log
+from fairseq.trainer import Trainer
+
+train_step = Trainer.train_step
+
+def killed_step(trainer, *args, **kwargs):
+    if trainer.get_num_updates() == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train_step(trainer, *args, **kwargs)
+
+Trainer.train_step = killed_step
+cli_main()
+"""
+
+
+def loss_curve(*logs):
+    """Update -> what was trained on and lost there; later logs win, as what a kill lost is done again."""
+    lines = [line for log in logs for line in log["train_inner"]]
+    return {int(line["num_updates"]): [line[name] for name in ("loss", "nll_loss", "gnorm", "wpb")] for line in lines}
+
+
+@pytest.mark.slow
+def test_resume_after_a_kill_equals_an_uninterrupted_run(data, tmp_path):
+    """Epochs have 6 updates; the last checkpoint is that of update 4, and the kill comes after update 5."""
+    more = "--dropout 0.2 --gate-dropout 0.2 --save-interval-updates 4 --max-update 14 --seed 3".split()
+    args = train_args(data, tmp_path / "killed", *more)
+    process = start(sys.executable, "-c", KILLED_BEFORE_UPDATE_6, *args)
+    uninterrupted = run("train", *train_args(data, tmp_path / "whole", *more)).log
+    stdout, stderr = process.communicate()
+    assert process.returncode == -signal.SIGKILL, stderr
+    killed = parse_log(stdout)
+    assert list(loss_curve(killed)) == [1, 2, 3, 4, 5]
+    assert torch.load(tmp_path / "killed" / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 4
+
+    resumed = run("train", *args).log
+    assert list(loss_curve(resumed)) == list(range(5, 15))
+    assert loss_curve(killed, resumed) == loss_curve(uninterrupted)
+    assert loss_curve(resumed)[5] == loss_curve(killed)[5], "the update that the kill lost"
+    for name in "train_loss", "train_nll_loss", "train_num_updates":  # averages over epochs, the killed one included
+        assert [line[name] for line in resumed["train"]] == [line[name] for line in uninterrupted["train"]]
+    valid_losses = {line["valid_num_updates"]: line["valid_loss"] for line in uninterrupted["valid"]}
+    assert {line["valid_num_updates"]: line["valid_loss"] for line in resumed["valid"]}.items() < valid_losses.items()
+
+    whole, again = (torch.load(tmp_path / name / "checkpoint_last.pt") for name in ("whole", "killed"))
+    for name, value in whole["model"].items():
+        assert torch.equal(value, again["model"][name]), name
+    for number, state in whole["last_optimizer_state"]["state"].items():
+        for name in "exp_avg", "exp_avg_sq":
+            assert torch.equal(state[name], again["last_optimizer_state"]["state"][number][name])
+
+
+# ---------------------------------------------------------------------------------------- several processes
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output_layer", ["mixtape"])
+def test_two_processes_equal_one_on_the_joined_batch(output_layer, data, tmp_path):
+    """Two ranks of one batch each, against one process that adds up the gradients of the same two batches."""
+    more = [*NO_NOISE, *f"--output-layer {output_layer} --optimizer sgd --lr 1 --max-tokens 256 --max-update 2".split()]
+    gloo = "--ddp-backend legacy_ddp --distributed-backend gloo --distributed-no-spawn --distributed-world-size 2"
+    gloo = [*gloo.split(), "--distributed-init-method", f"tcp://127.0.0.1:{free_port()}", "--distributed-rank"]
+    args = train_args(data, tmp_path / "two", *more, *gloo)
+    ranks = [start(console_script("train"), *args, rank) for rank in (0, 1)]
+    one = run("train", *train_args(data, tmp_path / "one", *more, "--update-freq", 2)).log["train_inner"]
+    outputs = [rank.communicate() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    two = parse_log(outputs[0][0])["train_inner"]  # of rank 0
+
+    assert len(one) == 2
+    for name in "num_updates", "loss", "nll_loss", "gnorm", "wpb", "bsz":
+        assert [line[name] for line in two] == [line[name] for line in one]
+    assert float(one[1]["loss"]) < float(one[0]["loss"]) - 0.1, "the first update changed the model"
+    paths = [tmp_path / name / "checkpoint_last.pt" for name in ("one", "two")]
+    assert_same_parameters(*paths, rtol=0, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------ precision
+
+
+def train_and_generate(data, folder, output_layer, device, *precision):
+    """Trains and generates with the option, and gives the parameters saved, which fairseq turns into float32."""
+    on_gpu = device == "gpu"
+    more = f"--output-layer {output_layer} --label-smoothing 0.1 --max-update 20".split()
+    args = [arg for arg in train_args(data, folder, *more, *precision) if not (on_gpu and arg == "--cpu")]
+    losses = [float(line["loss"]) for line in run("train", *args).log["train_inner"]]
+    assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 1
+    args = generate_args(data, folder / "checkpoint_last.pt", "--gen-subset", "test1")
+    args += precision[:1] if precision != ("--amp",) else []
+    stdout = run("generate", *(arg for arg in args if not (on_gpu and arg == "--cpu"))).stdout
+    assert sorted(hypotheses(stdout)) == list(range(SENTENCES["five"]))
+    assert "nan" not in stdout
+    return load_parameters(folder / "checkpoint_last.pt")
+
+
+def fits(parameters, dtype):
+    return all(torch.equal(value, value.to(dtype).to(value.dtype)) for value in parameters.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output_layer", ["mixtape", "mos"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_bf16(device, output_layer, data, tmp_path):
+    assert fits(train_and_generate(data, tmp_path, output_layer, device, "--bf16"), torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output_layer", ["mixtape", "mos"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_fp16(device, output_layer, data, tmp_path):
+    """With its default of flat gradients, fairseq's --fp16 needs a GPU."""
+    options = ["--fp16", "--fp16-no-flatten-grads"] if device == "cpu" else ["--fp16"]
+    assert fits(train_and_generate(data, tmp_path, output_layer, device, *options), torch.float16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_amp(device, data, tmp_path):
+    """On a CPU it is plain float32: fairseq asks for CUDA's autocast."""
+    assert not fits(train_and_generate(data, tmp_path, "mixtape", device, "--amp"), torch.bfloat16)
