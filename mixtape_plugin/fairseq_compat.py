@@ -22,6 +22,7 @@ from fairseq import checkpoint_utils, options
 from fairseq.data import Dictionary, data_utils, indexed_dataset, language_pair_dataset, token_block_dataset
 from fairseq.distributed import utils as distributed_utils
 from fairseq.modules import dynamic_crf_layer
+from fairseq.tasks import translation
 from omegaconf import OmegaConf
 
 from mixtape_plugin.errors import UserError
@@ -274,7 +275,20 @@ def refuse_broken_data() -> None:
 
         return infer_from_existing_folder
 
+    def check_target(load_langpair_dataset):
+        def load_with_target(data_path, split, src, src_dict, tgt, *args, **kwargs):
+            dataset = load_langpair_dataset(data_path, split, src, src_dict, tgt, *args, **kwargs)
+            if dataset.tgt is None and split.startswith(("train", "valid")):
+                pair = (
+                    f"{src}-{tgt}" if os.path.exists(f"{data_path}/{split}.{src}-{tgt}.{src}.idx") else f"{tgt}-{src}"
+                )
+                raise UserError(f"{data_path} lacks {split}.{pair}.{tgt}.bin or .idx: run fairseq-preprocess again")
+            return dataset
+
+        return load_with_target
+
     _replace(indexed_dataset, "make_dataset", check_dataset)
+    _replace(translation, "load_langpair_dataset", check_target)
     _replace(Dictionary, "add_from_file", check_dictionary)
     _replace(data_utils, "infer_language_pair", check_folder)
 

@@ -13,6 +13,7 @@ Prints a table and writes it (layers.csv), the divergence at every step (kl.csv)
 
 import argparse
 import csv
+import logging
 import os
 import sys
 from pathlib import Path
@@ -25,7 +26,9 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+logging.basicConfig(level=logging.WARNING)  # first come: importing fairseq would set the level that floods the terminal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+logging.getLogger("fairseq").setLevel(logging.WARNING)  # it greets on import
 
 from mixtape_plugin.analysis.bottleneck import LAYERS, fit, random_conditional  # noqa: E402
 from mixtape_plugin.analysis.rank import log_prob_rank, singular_values  # noqa: E402
@@ -71,7 +74,10 @@ def table(fits):
         for name, fit in fits.items()
     ]
     widths = [max(len(str(row[i])) for row in [COLUMNS, *rows]) for i in range(len(COLUMNS))]
-    lines = ["  ".join(f"{cell:{'<' if i == 0 else '>'}{widths[i]}}" for i, cell in enumerate(r)) for r in [COLUMNS, *rows]]
+    lines = [
+        "  ".join(f"{cell:{'<' if i == 0 else '>'}{widths[i]}}" for i, cell in enumerate(row))
+        for row in [COLUMNS, *rows]
+    ]
     return "\n".join(lines)
 
 
@@ -81,7 +87,7 @@ def parse_args(argv):
     parser.add_argument("--contexts", type=int, default=1024, help="N (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=512, help="V (default: %(default)s)")
     parser.add_argument("--embed-dim", type=int, default=16, help="E; features are 4E wide (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the truth and the initial values (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="truth and initial values (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("bottleneck_run"), help="folder (default: %(default)s)")
     args = parser.parse_args(argv)
     for name, lowest in {"steps": 10, "contexts": 2, "tokens": 2, "embed_dim": 1, "seed": 0}.items():
@@ -109,16 +115,15 @@ def main(argv=None):
     )
     entropy = -(truth.exp() * truth).sum(-1).mean()
     fits = {}
-    with tqdm(total=args.steps * len(LAYERS), unit="step") as bar:
+    with tqdm(total=args.steps * len(LAYERS), unit="step", mininterval=0.5 if sys.stderr.isatty() else 10) as bar:
         for name, layer in LAYERS.items():
             bar.set_description(f"{name:<12}")
             fits[name] = fit(truth, layer, args.embed_dim, args.steps, args.seed, progress=bar.update)
 
     true_sigma = singular_values(truth)
     title = f"{args.contexts} contexts × {args.tokens} tokens, E = {args.embed_dim}"
-    write_csv(
-        args.out / "layers.csv", COLUMNS, [[n, f.kl, f.rank, f.accuracy, f.parameters, f.seconds] for n, f in fits.items()]
-    )
+    layers = [[name, f.kl, f.rank, f.accuracy, f.parameters, f.seconds] for name, f in fits.items()]
+    write_csv(args.out / "layers.csv", COLUMNS, layers)
     curves = zip(*(f.curve for f in fits.values()))
     write_csv(args.out / "kl.csv", ["step", *fits], ([step, *row] for step, row in enumerate(curves)))
     sigmas = zip(true_sigma.tolist(), *(f.sigma.tolist() for f in fits.values()))

@@ -4,13 +4,13 @@
     python scripts/make_corpus.py --out corpus
 
 Sentences of two invented languages, word for word in the same order: easy to align. What is hard is the choice of the
-word. Each of the 1,024 source words has its own distribution over the 512 target words, drawn once from a symmetric
-Dirichlet of concentration .01 (about ten possible translations, the likeliest with probability .3 on average), and
-each translation in the text is a draw from it. So the matrix of true log-probabilities, source words by target words,
-has full rank, 512, while a softmax over embeddings of width E has E + 2 at most. This is the construction of
-bottleneck.py, with sentences around it: the features that stand for a source word are for the network to learn.
+word. Each of the 256 source words has its own distribution over the 256 target words, drawn once from a symmetric
+Dirichlet of concentration .01 (a few possible translations, the likeliest clearly ahead), and each translation in the
+text is a draw from it. So the matrix of true log-probabilities, source words by target words, has full rank, 256, while
+a softmax over embeddings of width E has E + 2 at most. This is the construction of bottleneck.py, with sentences around
+it: the features that stand for a source word are for the network to learn.
 
-Source sentences have 4 to 16 words, all equally likely and independent.
+Source sentences have 1 to 7 words, all equally likely and independent.
 
 Files: {train,valid,test}.{src,tgt}, and
     test.likeliest.tgt  each source word of the test set by its likeliest translation, what a perfect model says: it
@@ -21,6 +21,7 @@ Files: {train,valid,test}.{src,tgt}, and
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import sys
@@ -31,11 +32,12 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+logging.getLogger("fairseq").setLevel(logging.WARNING)  # it greets on import
 
 from mixtape_plugin.analysis.bottleneck import random_conditional  # noqa: E402
 from mixtape_plugin.analysis.rank import log_prob_rank  # noqa: E402
 
-SOURCE_WORDS, TARGET_WORDS, CONCENTRATION = 256, 256, 0.02
+SOURCE_WORDS, TARGET_WORDS, CONCENTRATION = 256, 256, 0.01
 MIN_WORDS, MAX_WORDS = 1, 7
 
 

@@ -71,6 +71,14 @@ def test_beam_search_of_a_batch_equals_single_sentences(output_layer, positions)
         assert [hypo["tokens"].tolist() for hypo in in_batch] == [hypo["tokens"].tolist() for hypo in alone]
         for one, other in zip(in_batch, alone):  # fairseq searches in float32
             torch.testing.assert_close(one["positional_scores"], other["positional_scores"], rtol=1e-5, atol=1e-5)
+        # Beams change places at each step: what was searched must be what the whole sequence gives.
+        for hypo in in_batch:
+            source, output = torch.tensor([SOURCES[number]]), hypo["tokens"][None]
+            previous = torch.cat([torch.tensor([[EOS]]), output[:, :-1]], dim=1)
+            with torch.no_grad():
+                log_probs = model(source, torch.tensor([source.size(1)]), previous)[0].log_softmax(-1)
+            forced = log_probs.gather(-1, output.unsqueeze(-1)).flatten().float()
+            torch.testing.assert_close(hypo["positional_scores"], forced, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])

@@ -150,7 +150,8 @@ def test_resume_after_a_kill_equals_an_uninterrupted_run(data, tmp_path):
     assert process.returncode == -signal.SIGKILL, stderr
     killed = parse_log(stdout)
     assert list(loss_curve(killed)) == [1, 2, 3, 4, 5]
-    assert torch.load(tmp_path / "killed" / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 4
+    state = torch.load(tmp_path / "killed" / "checkpoint_last.pt", weights_only=True)
+    assert state["optimizer_history"][-1]["num_updates"] == 4
 
     resumed = run("train", *args).log
     assert list(loss_curve(resumed)) == list(range(5, 15))
@@ -161,7 +162,8 @@ def test_resume_after_a_kill_equals_an_uninterrupted_run(data, tmp_path):
     valid_losses = {line["valid_num_updates"]: line["valid_loss"] for line in uninterrupted["valid"]}
     assert {line["valid_num_updates"]: line["valid_loss"] for line in resumed["valid"]}.items() < valid_losses.items()
 
-    whole, again = (torch.load(tmp_path / name / "checkpoint_last.pt") for name in ("whole", "killed"))
+    paths = (tmp_path / name / "checkpoint_last.pt" for name in ("whole", "killed"))
+    whole, again = (torch.load(path, weights_only=True) for path in paths)
     for name, value in whole["model"].items():
         assert torch.equal(value, again["model"][name]), name
     for number, state in whole["last_optimizer_state"]["state"].items():

@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""The table at the end of quickstart.sh, on the terminal and in table.md and table.csv.
+
+python scripts/quickstart_report.py quickstart-output
+"""
+
+import csv
+import json
+import logging
+import os
+import re
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+logging.getLogger("fairseq").setLevel(logging.WARNING)  # it greets on import
+
+import mixtape_plugin  # noqa: E402, F401, I001
+from fairseq import checkpoint_utils  # noqa: E402
+from mixtape_plugin.analysis.rank import log_prob_rank  # noqa: E402
+
+LAYERS = ("softmax", "mixtape")
+MAX_CONTEXTS = 2000
+COLUMNS = ("output layer", "BLEU", "test perplexity", "rank of log P", "parameters", "training tokens/s")
+
+
+def test_log_probs(checkpoint, data):
+    """log p of every token in every context of the test set [N, V], the targets [N], and the model's parameters."""
+    models, _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], {"data": str(data)})
+    model = models[0].eval()
+    task.load_dataset("test")
+    log_probs, targets = [], []
+    with torch.no_grad():
+        for sample in task.get_batch_iterator(task.dataset("test"), max_tokens=4096).next_epoch_itr(shuffle=False):
+            features, _ = model(**sample["net_input"], features_only=True)
+            counted = sample["target"].ne(task.target_dictionary.pad())
+            log_probs.append(model.decoder.output_projection.log_probs(features[counted]))
+            targets.append(sample["target"][counted])
+    return torch.cat(log_probs), torch.cat(targets), sum(p.numel() for p in model.parameters())
+
+
+def row(out, layer):
+    """What one training reached, and BLEU's signature."""
+    log_probs, targets, parameters = test_log_probs(out / layer / "checkpoint_last.pt", out / "data-bin")
+    nll = -log_probs.gather(1, targets.unsqueeze(1)).mean().item()
+    speeds = [float(wps) for wps in re.findall(r"train_inner.*?wps=([\d.]+)", (out / layer / "train.log").read_text())]
+    bleu = json.loads((out / layer / "score.json").read_text())[0]
+    speed = f"{statistics.median(speeds):,.0f}" if speeds else "–"
+    rank = log_prob_rank(log_probs[:MAX_CONTEXTS])
+    cells = [layer, f"{bleu['score']:.1f}", f"{torch.tensor(nll).exp():.2f}", rank, f"{parameters:,}", speed]
+    return cells, bleu, min(len(log_probs), MAX_CONTEXTS), log_probs.size(1)
+
+
+def main():
+    if len(sys.argv) != 2 or not os.path.isdir(sys.argv[1]):
+        sys.exit("usage: quickstart_report.py DIR, the folder that quickstart.sh wrote")
+    out = Path(sys.argv[1])
+    rows = []
+    for layer in LAYERS:
+        cells, bleu, contexts, vocab_size = row(out, layer)
+        rows.append(cells)
+    truth = out / "text" / "truth.json"
+    if truth.exists():
+        true = json.loads(truth.read_text())
+        rows.append(["the truth", "100.0", f"{true['perplexity']:.2f}", true["rank"], "", ""])
+
+    lines = ["| " + " | ".join(map(str, cells)) + " |" for cells in [COLUMNS, ["---"] * len(COLUMNS), *rows]]
+    against = "the likeliest translations" if truth.exists() else "the references"
+    lines += ["", f"BLEU against {against}: {bleu['metric']}, {bleu['signature']}"]
+    lines += [
+        f"Perplexity of every token of the test set; rank over {contexts} of its contexts and {vocab_size} tokens."
+    ]
+    for name, write in (
+        ("table.md", lambda file: file.write("\n".join(lines) + "\n")),
+        ("table.csv", lambda file: csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])),
+    ):
+        with open(out / f"{name}.part", "w", newline="", encoding="utf-8") as file:
+            write(file)
+        os.replace(out / f"{name}.part", out / name)
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

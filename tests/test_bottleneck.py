@@ -1,0 +1,124 @@
+"""The bottleneck experiment: its truth, its divergence, and that layers of low rank stay behind."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import digamma
+
+from mixtape_plugin.analysis.bottleneck import LAYERS, fit, kl_divergence, random_conditional
+from mixtape_plugin.analysis.rank import log_prob_rank
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "bottleneck.py"
+
+
+def test_truth_is_a_dirichlet_of_full_rank():
+    concentration, vocab_size = 0.05, 200
+    log_probs = random_conditional(3000, vocab_size, concentration, np.random.default_rng(0))
+    assert np.isfinite(log_probs).all()
+    probs = np.exp(log_probs)
+    np.testing.assert_allclose(probs.sum(1), 1, rtol=1e-12)
+    # Mean and second moment of one coordinate, and the mean entropy, of a symmetric Dirichlet.
+    total = concentration * vocab_size
+    assert probs.mean() == pytest.approx(1 / vocab_size)
+    expected = concentration * (concentration + 1) / (total * (total + 1))
+    assert (probs**2).mean() == pytest.approx(expected, rel=0.05)
+    entropy = -(probs * log_probs).sum(1).mean()
+    assert entropy == pytest.approx(digamma(total + 1) - digamma(concentration + 1), rel=0.02)
+    assert log_prob_rank(torch.from_numpy(log_probs)) == vocab_size
+
+
+def test_truth_depends_on_the_seed_only():
+    first, again, other = (random_conditional(4, 5, 0.05, np.random.default_rng(seed)) for seed in (1, 1, 2))
+    assert (first == again).all() and (first != other).any()
+
+
+def test_kl_divergence_is_the_sum_written_out():
+    generator = torch.Generator().manual_seed(0)
+    true_log_probs = torch.randn(3, 6, generator=generator, dtype=torch.float64).log_softmax(-1)
+    log_probs = torch.randn(3, 6, generator=generator, dtype=torch.float64).log_softmax(-1)
+    expected = 0.0
+    for p, q in zip(true_log_probs.exp().tolist(), log_probs.exp().tolist()):
+        expected += sum(p[x] * np.log(p[x] / q[x]) for x in range(6)) / 3
+    assert kl_divergence(true_log_probs, log_probs) == pytest.approx(expected, rel=1e-12)
+    assert kl_divergence(true_log_probs, true_log_probs) == 0
+
+
+def test_kl_divergence_takes_probabilities_of_zero():
+    truth = torch.tensor([[0.0, 0.25, 0.75], [0.0, 0.0, 1.0]]).log()
+    log_probs = torch.full((2, 3), 1 / 3, dtype=torch.float64).log()
+    expected = (0.25 * np.log(0.75) + 0.75 * np.log(2.25) + np.log(3)) / 2
+    assert kl_divergence(truth, log_probs) == pytest.approx(expected, rel=1e-6)
+    underflow = torch.tensor([[-2000.0, 0.0]])  # e^-2000 is 0 even in float64
+    assert kl_divergence(underflow, torch.tensor([[0.5, 0.5]]).log()) == pytest.approx(np.log(2), rel=1e-6)
+
+
+def test_high_rank_layers_come_closer_to_the_truth():
+    embed_dim = 4
+    truth = torch.from_numpy(random_conditional(64, 32, 0.05, np.random.default_rng(1)))
+    fits = {name: fit(truth, layer, embed_dim, steps=300, seed=1) for name, layer in LAYERS.items()}
+    for name in ("softmax", "MoC"):
+        assert fits[name].rank <= embed_dim + 2
+        for better in ("MoS", "Mixtape"):
+            assert fits[better].rank > embed_dim + 2
+            assert fits[better].kl < fits[name].kl
+    for result in fits.values():
+        assert 0 < result.kl < result.curve[0]
+        assert len(result.curve) == 300
+
+
+def test_fit_reports_what_it_says():
+    """The curve begins at the divergence of a model of the same seed, untrained; parameters are counted by hand."""
+    from mixtape_plugin.analysis.bottleneck import FreeContexts
+    from mixtape_plugin.output_layers import OutputLayerConfig
+
+    truth = torch.from_numpy(random_conditional(16, 8, 0.5, np.random.default_rng(1)))
+    result = fit(truth, LAYERS["softmax"], embed_dim=3, steps=10, seed=5)
+    torch.manual_seed(5)
+    config = OutputLayerConfig(output_layer="softmax", output_embed_dim=3)
+    untrained = FreeContexts(config, num_contexts=16, feature_dim=12, vocab_size=8)
+    assert result.curve[0] == pytest.approx(kl_divergence(truth, untrained()), rel=1e-5)
+    assert result.parameters == 12 * 3 + 8 * 3 + 8
+
+
+def run(*options):
+    return subprocess.run([sys.executable, SCRIPT, *map(str, options)], capture_output=True, encoding="utf-8")
+
+
+def test_command_writes_table_curves_and_drawing(tmp_path):
+    out = tmp_path / "out"
+    result = run("--steps", 10, "--contexts", 24, "--tokens", 12, "--embed-dim", 2, "--out", out)
+    assert result.returncode == 0, result.stderr
+    assert {path.name for path in out.iterdir()} == {"bottleneck.png", "kl.csv", "layers.csv", "singular_values.csv"}
+    assert (out / "bottleneck.png").read_bytes().startswith(b"\x89PNG")
+
+    def read(name):
+        with (out / name).open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    layers, curve, sigma = read("layers.csv"), read("kl.csv"), read("singular_values.csv")
+    assert [row["layer"] for row in layers] == list(LAYERS)
+    assert len(curve) == 10 and len(sigma) == 12
+    for row in layers:
+        assert row["layer"] in result.stdout
+        values = [float(line[row["layer"]]) for line in sigma]
+        assert values == sorted(values, reverse=True)
+    assert "Traceback" not in result.stderr and "DEBUG" not in result.stderr
+
+
+def test_command_refuses_bad_options(tmp_path):
+    (tmp_path / "file").write_text("")
+    for options, message in [
+        (["--steps", 0], "--steps 0 is not allowed: at least 10"),
+        (["--tokens", 1], "--tokens 1 is not allowed: at least 2"),
+        (["--contexts", 10**9], "--contexts 1000000000 times --tokens 512 is too large"),
+        (["--out", tmp_path / "file"], "cannot be a folder"),
+    ]:
+        result = run("--out", tmp_path / "out", *options)
+        assert result.returncode == 1 and message in result.stderr
+        assert result.stderr.count("\n") == 1
+        assert not (tmp_path / "out").exists()

@@ -1,0 +1,108 @@
+"""The quickstart: its corpus, its run from text to table, and what it says of a user's own data."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ROOT / "scripts"
+
+
+def make_corpus(folder, *options):
+    subprocess.run([sys.executable, SCRIPTS / "make_corpus.py", "--out", folder, *options], check=True)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def quickstart(*options):
+    env = {**os.environ, "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])}
+    command = [SCRIPTS / "quickstart.sh", "--no-setup", *map(str, options)]
+    return subprocess.run(command, env=env, capture_output=True, encoding="utf-8")
+
+
+def write_parallel(folder, **changed):
+    """20 pairs for each split in two languages; ``train_yy="..."`` replaces a file, None leaves it out."""
+    folder.mkdir()
+    for split in ("train", "valid", "test"):
+        for lang in ("xx", "yy"):
+            text = "".join(f"{lang}a {lang}b {lang}{i % 5}\n" for i in range(20))
+            text = changed.get(f"{split}_{lang}", text)
+            if text is not None:
+                (folder / f"{split}.{lang}").write_text(text)
+    return folder
+
+
+def test_corpus_is_deterministic(tmp_path):
+    first = make_corpus(tmp_path / "a", "--train", "50")
+    assert first == make_corpus(tmp_path / "b", "--train", "50")
+    other = make_corpus(tmp_path / "c", "--train", "50", "--seed", "7")
+    assert first["train.src"] != other["train.src"]
+    lines = [len(first[f"train.{lang}"].splitlines()) for lang in ("src", "tgt")]
+    assert lines == [50, 50]
+    for source, target in zip(first["test.src"].splitlines(), first["test.likeliest.tgt"].splitlines()):
+        assert len(source.split()) == len(target.split())
+
+
+@pytest.mark.slow
+def test_from_nothing_to_a_table_and_again(tmp_path):
+    out = tmp_path / "out"
+    run = quickstart("--out", out, "--updates", "20")
+    assert run.returncode == 0, run.stderr
+    rows = list(csv.DictReader((out / "table.csv").open()))
+    assert [row["output layer"] for row in rows] == ["softmax", "mixtape", "the truth"]
+    truth = json.loads((out / "text" / "truth.json").read_text())
+    assert float(rows[2]["test perplexity"]) == pytest.approx(truth["perplexity"], abs=0.01)
+    for row in rows[:2]:  # nobody beats the truth in 20 updates, nor is worse than uniform by much
+        assert truth["perplexity"] < float(row["test perplexity"]) < 1000
+    assert int(rows[0]["rank of log P"]) <= 8 + 2 < int(rows[1]["rank of log P"])
+    assert (out / "table.md").read_text().strip() in run.stdout
+
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and "table" not in path.name}
+    table = (out / "table.csv").read_bytes()
+    again = quickstart("--out", out, "--updates", "20")
+    assert again.returncode == 0, again.stderr
+    after = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and "table" not in path.name}
+    assert before == after
+    assert (out / "table.csv").read_bytes() == table
+    other = quickstart("--out", out, "--updates", "30")
+    assert other.returncode == 1 and "other settings" in other.stderr
+
+
+@pytest.mark.slow
+def test_users_own_text(tmp_path):
+    data = write_parallel(tmp_path / "data")
+    run = quickstart("--data", data, "--out", tmp_path / "out", "--updates", "2")
+    assert run.returncode == 0, run.stderr
+    rows = list(csv.DictReader((tmp_path / "out" / "table.csv").open()))
+    assert [row["output layer"] for row in rows] == ["softmax", "mixtape"]
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"train_yy": None}, "two languages"),
+        ({"valid_xx": None}, "valid.xx is missing or empty"),
+        ({"test_yy": ""}, "test.yy is missing or empty"),
+        ({"test_yy": "one line\n"}, "differ in their number of lines"),
+    ],
+)
+def test_users_mistakes(tmp_path, changed, message):
+    data = write_parallel(tmp_path / "data", **changed)
+    run = quickstart("--data", data, "--out", tmp_path / "out")
+    assert run.returncode == 1 and message in run.stderr
+    assert run.stderr.count("\n") == 1
+    assert not (tmp_path / "out" / "text").exists()
+
+
+def test_bad_options(tmp_path):
+    for options, message in [
+        (["--data", tmp_path / "nowhere"], "is no folder"),
+        (["--updates", "0"], "positive whole number"),
+        (["--speed", "9"], "unknown option --speed"),
+    ]:
+        run = quickstart(*options, *(["--out", tmp_path / "out"] if options[0] != "--speed" else []))
+        assert run.returncode == 1 and message in run.stderr
