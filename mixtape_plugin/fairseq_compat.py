@@ -278,7 +278,7 @@ def refuse_broken_data() -> None:
     def check_target(load_langpair_dataset):
         def load_with_target(data_path, split, src, src_dict, tgt, *args, **kwargs):
             dataset = load_langpair_dataset(data_path, split, src, src_dict, tgt, *args, **kwargs)
-            if dataset.tgt is None and split.startswith(("train", "valid")):
+            if dataset.tgt is None and kwargs.get("combine"):  # only training combines the shards of a split
                 pair = (
                     f"{src}-{tgt}" if os.path.exists(f"{data_path}/{split}.{src}-{tgt}.{src}.idx") else f"{tgt}-{src}"
                 )

@@ -26,9 +26,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-logging.basicConfig(level=logging.WARNING)  # first come: importing fairseq would set the level that floods the terminal
+logging.basicConfig(level=logging.WARNING)  # before fairseq is imported, which sets a level that floods the terminal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-logging.getLogger("fairseq").setLevel(logging.WARNING)  # it greets on import
 
 from mixtape_plugin.analysis.bottleneck import LAYERS, fit, random_conditional  # noqa: E402
 from mixtape_plugin.analysis.rank import log_prob_rank, singular_values  # noqa: E402
@@ -60,9 +59,9 @@ def draw(path, fits, true_sigma, title):
         left.plot(range(len(result.curve)), result.curve, label=name)
         right.plot(range(1, len(result.sigma) + 1), result.sigma / result.sigma[0], label=f"{name}: {result.rank}")
     right.plot(range(1, len(true_sigma) + 1), true_sigma / true_sigma[0], "k:", label="truth")
-    left.set(xlabel="step", ylabel="KL(P*‖P) in nats", title=title, yscale="log")
+    left.set(xlabel="step", ylabel="KL(P*‖P) in nats", title=title, ylim=(0, None))
     right.set(xlabel="index", ylabel="σ / σ_max", title="singular values of log P", yscale="log", xscale="log")
-    left.legend()
+    left.legend(loc="lower left")
     right.legend(title="rank")
     write_whole(path, lambda part: figure.savefig(part, dpi=150))
     plt.close(figure)
@@ -83,7 +82,7 @@ def table(fits):
 
 def parse_args(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="updates of each layer (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="updates of each layer (default: %(default)s)")
     parser.add_argument("--contexts", type=int, default=1024, help="N (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=512, help="V (default: %(default)s)")
     parser.add_argument("--embed-dim", type=int, default=16, help="E; features are 4E wide (default: %(default)s)")

@@ -3,39 +3,41 @@
 # Running it again reuses what is there.
 set -euo pipefail
 
-usage="usage: quickstart.sh [--data DIR] [--out DIR] [--updates N] [--no-setup]
+usage="usage: quickstart.sh [--data DIR [--source-lang XX]] [--out DIR] [--updates N] [--no-setup]
   --data DIR    your own parallel text instead of a generated corpus: {train,valid,test}.XX and .YY, line by line
+  --source-lang XX
+                the language to translate from (default: the first by alphabet)
   --out DIR     everything that is written (default: quickstart-output)
   --updates N   training length (default: 1000)
   --no-setup    use the Python environment that is active instead of setting one up"
 die() { echo "quickstart.sh: $*" >&2; exit 1; }
 
-data="" out=quickstart-output updates=1000 setup=yes
+data="" from="" out=quickstart-output updates=1000 setup=yes
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) echo "$usage"; exit ;;
     --no-setup) setup=no; shift; continue ;;
-    --data | --out | --updates) [ $# -gt 1 ] || die "$1 needs a value; see quickstart.sh --help" ;;
+    --data | --source-lang | --out | --updates) [ $# -gt 1 ] || die "$1 needs a value; see quickstart.sh --help" ;;
     *) die "unknown option $1; see quickstart.sh --help" ;;
   esac
-  case $1 in --data) data=$2 ;; --out) out=$2 ;; --updates) updates=$2 ;; esac
+  case $1 in --data) data=$2 ;; --source-lang) from=$2 ;; --out) out=$2 ;; --updates) updates=$2 ;; esac
   shift 2
 done
 [[ $updates =~ ^[1-9][0-9]*$ ]] || die "--updates is '$updates', allowed is a positive whole number"
 [ -z "$data" ] || [ -d "$data" ] || die "--data $data is no folder"
 [ -z "$data" ] || data=$(cd "$data" && pwd)
+[ -z "$from" ] || [ -n "$data" ] || die "--source-lang $from goes with --data only"
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [ $setup = yes ]; then
   scripts/setup.sh
-  PATH=$PWD/${MIXTAPE_VENV:-.venv}/bin:$PATH
+  PATH=$(cd "${MIXTAPE_VENV:-.venv}" && pwd)/bin:$PATH
 fi
 export OMP_NUM_THREADS=1 PYTHONUTF8=1 # tensors are tiny: both trainings run at once instead
-settings="data ${data:-generated}, updates $updates"
-[ -f "$out/settings" ] || echo "$settings" >"$out/settings"
-[ "$(cat "$out/settings")" = "$settings" ] ||
+settings="data ${data:-generated}${from:+ from $from}, updates $updates"
+[ ! -f "$out/settings" ] || [ "$(cat "$out/settings")" = "$settings" ] ||
   die "--out $out holds a run with other settings ($(cat "$out/settings")): choose another --out or remove it"
 SECONDS=0
 say() { echo "[$SECONDS s] $*"; }
@@ -51,26 +53,31 @@ if [ ! -d "$text" ]; then
     langs=()
     for file in "$data"/train.*; do [ ! -f "$file" ] || langs+=("${file##*.}"); done
     [ ${#langs[@]} = 2 ] || die "--data $data must hold train.XX and train.YY for two languages, and has ${#langs[@]} files train.*"
+    [ -z "$from" ] || [ -f "$data/train.$from" ] || die "--source-lang $from: --data $data has no train.$from, but ${langs[*]}"
     for split in train valid test; do
       for lang in "${langs[@]}"; do
         [ -s "$data/$split.$lang" ] || die "--data $data: $split.$lang is missing or empty"
         cp "$data/$split.$lang" "$text.part/raw.$split.$lang"
       done
-      counts=$(for lang in "${langs[@]}"; do wc -l <"$data/$split.$lang"; done | sort -u | wc -l)
+      # grep counts a last line without its newline, too, as fairseq does
+      counts=$(for lang in "${langs[@]}"; do grep -c '' "$data/$split.$lang"; done | sort -u | wc -l)
       [ "$counts" -eq 1 ] || die "--data $data: $split.${langs[0]} and $split.${langs[1]} differ in their number of lines"
     done
     say "learning a joint BPE of 4,000 merges"
     cat "$text.part"/raw.train.* >"$text.part/both"
-    subword-nmt learn-bpe --symbols 4000 --input "$text.part/both" --output "$text.part/codes" 2>/dev/null
+    subword-nmt learn-bpe --symbols 4000 --input "$text.part/both" --output "$text.part/codes" 2>"$out/bpe.log" ||
+      die "subword-nmt failed: $(tail -n 1 "$out/bpe.log")"
     for split in train valid test; do
       for lang in "${langs[@]}"; do
         subword-nmt apply-bpe --codes "$text.part/codes" --input "$text.part/raw.$split.$lang" --output "$text.part/$split.$lang"
       done
     done
   fi
+  echo "$settings" >"$out/settings"
   mv "$text.part" "$text"
 fi
 read -r source target < <(for file in "$text"/train.*; do echo "${file##*.}"; done | xargs)
+[ "$from" != "$target" ] || { target=$source source=$from; }
 
 binarized=$out/data-bin
 if [ ! -d "$binarized" ]; then
@@ -88,7 +95,7 @@ train() { # train LAYER FLAGS...
   shift
   [ ! -f "$out/$layer/trained" ] || return 0
   mkdir -p "$out/$layer"
-  fairseq-train "$binarized" --user-dir mixtape_plugin --save-dir "$out/$layer" --arch mixtape_transformer_tiny \
+  fairseq-train "$binarized" --source-lang "$source" --target-lang "$target" --user-dir mixtape_plugin --save-dir "$out/$layer" --arch mixtape_transformer_tiny \
     --encoder-layers 1 --decoder-layers 1 --output-layer "$layer" "$@" --dropout 0 --criterion output_layer_cross_entropy \
     --optimizer adam --adam-betas '(0.9, 0.98)' --lr 5e-3 --clip-norm 1 --lr-scheduler polynomial_decay --warmup-updates 100 --total-num-update "$updates" \
     --max-update "$updates" --max-tokens 1024 --seed 1 --num-workers 0 --no-epoch-checkpoints --log-format simple --log-interval 50 \
@@ -114,7 +121,7 @@ reference=$text/test.$target
 for layer in softmax mixtape; do
   [ ! -f "$out/$layer/score.json" ] || continue
   say "translating the test set with $layer"
-  fairseq-generate "$binarized" --user-dir mixtape_plugin --path "$out/$layer/checkpoint_last.pt" --beam 4 --remove-bpe \
+  fairseq-generate "$binarized" --source-lang "$source" --target-lang "$target" --user-dir mixtape_plugin --path "$out/$layer/checkpoint_last.pt" --beam 4 --remove-bpe \
     --max-tokens 4096 --num-workers 0 >"$out/$layer/generate.log" 2>&1 || die "fairseq-generate failed: $(tail -n 1 "$out/$layer/generate.log")"
   grep '^H-' "$out/$layer/generate.log" | sed 's/^H-//' | sort -n | cut -f 3- >"$out/$layer/test.hyp"
   python scripts/score.py --hypotheses "$out/$layer/test.hyp" --references "$reference" --source-lang "$source" \

@@ -7,6 +7,7 @@ python scripts/quickstart_report.py quickstart-output
 import csv
 import json
 import logging
+import math
 import os
 import re
 import statistics
@@ -27,31 +28,42 @@ MAX_CONTEXTS = 2000
 COLUMNS = ("output layer", "BLEU", "test perplexity", "rank of log P", "parameters", "training tokens/s")
 
 
-def test_log_probs(checkpoint, data):
-    """log p of every token in every context of the test set [N, V], the targets [N], and the model's parameters."""
+def measure(checkpoint, data):
+    """Measures one trained model on the whole test set, each target counted once (</s> included).
+
+    Returns:
+        the mean negative log-likelihood in nats; log P [N, V] in at most ``MAX_CONTEXTS`` contexts, evenly spread over
+        the set; the model's number of parameters.
+    """
     models, _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], {"data": str(data)})
     model = models[0].eval()
     task.load_dataset("test")
-    log_probs, targets = [], []
+    dataset = task.dataset("test")
+    total = int(dataset.tgt_sizes.sum())
+    chosen = torch.zeros(total, dtype=torch.bool)
+    chosen[torch.linspace(0, total - 1, min(total, MAX_CONTEXTS), dtype=torch.float64).long()] = True
+    nll, done, rows = 0.0, 0, []
     with torch.no_grad():
-        for sample in task.get_batch_iterator(task.dataset("test"), max_tokens=4096).next_epoch_itr(shuffle=False):
+        for sample in task.get_batch_iterator(dataset, max_tokens=4096).next_epoch_itr(shuffle=False):
             features, _ = model(**sample["net_input"], features_only=True)
             counted = sample["target"].ne(task.target_dictionary.pad())
-            log_probs.append(model.decoder.output_projection.log_probs(features[counted]))
-            targets.append(sample["target"][counted])
-    return torch.cat(log_probs), torch.cat(targets), sum(p.numel() for p in model.parameters())
+            log_probs, targets = model.decoder.output_projection.log_probs(features[counted]), sample["target"][counted]
+            nll -= log_probs.gather(1, targets.unsqueeze(1)).double().sum().item()
+            rows.append(log_probs[chosen[done : done + len(targets)]])
+            done += len(targets)
+    assert done == total, f"{done} of {total} targets were measured"
+    return nll / total, torch.cat(rows), sum(p.numel() for p in model.parameters())
 
 
 def row(out, layer):
     """What one training reached, and BLEU's signature."""
-    log_probs, targets, parameters = test_log_probs(out / layer / "checkpoint_last.pt", out / "data-bin")
-    nll = -log_probs.gather(1, targets.unsqueeze(1)).mean().item()
+    nll, log_probs, parameters = measure(out / layer / "checkpoint_last.pt", out / "data-bin")
     speeds = [float(wps) for wps in re.findall(r"train_inner.*?wps=([\d.]+)", (out / layer / "train.log").read_text())]
     bleu = json.loads((out / layer / "score.json").read_text())[0]
     speed = f"{statistics.median(speeds):,.0f}" if speeds else "–"
-    rank = log_prob_rank(log_probs[:MAX_CONTEXTS])
-    cells = [layer, f"{bleu['score']:.1f}", f"{torch.tensor(nll).exp():.2f}", rank, f"{parameters:,}", speed]
-    return cells, bleu, min(len(log_probs), MAX_CONTEXTS), log_probs.size(1)
+    rank = log_prob_rank(log_probs)
+    cells = [layer, f"{bleu['score']:.1f}", f"{math.exp(nll):.2f}", rank, f"{parameters:,}", speed]
+    return cells, bleu, len(log_probs), log_probs.size(1)
 
 
 def main():

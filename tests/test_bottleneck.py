@@ -1,6 +1,7 @@
 """The bottleneck experiment: its truth, its divergence, and that layers of low rank stay behind."""
 
 import csv
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 import torch
 from scipy.special import digamma
 
-from mixtape_plugin.analysis.bottleneck import LAYERS, fit, kl_divergence, random_conditional
+from mixtape_plugin.analysis.bottleneck import LAYERS, FreeContexts, fit, kl_divergence, random_conditional
 from mixtape_plugin.analysis.rank import log_prob_rank
+from mixtape_plugin.output_layers import OutputLayerConfig
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "bottleneck.py"
 
@@ -73,9 +75,6 @@ def test_high_rank_layers_come_closer_to_the_truth():
 
 def test_fit_reports_what_it_says():
     """The curve begins at the divergence of a model of the same seed, untrained; parameters are counted by hand."""
-    from mixtape_plugin.analysis.bottleneck import FreeContexts
-    from mixtape_plugin.output_layers import OutputLayerConfig
-
     truth = torch.from_numpy(random_conditional(16, 8, 0.5, np.random.default_rng(1)))
     result = fit(truth, LAYERS["softmax"], embed_dim=3, steps=10, seed=5)
     torch.manual_seed(5)
@@ -85,13 +84,10 @@ def test_fit_reports_what_it_says():
     assert result.parameters == 12 * 3 + 8 * 3 + 8
 
 
-def run(*options):
-    return subprocess.run([sys.executable, SCRIPT, *map(str, options)], capture_output=True, encoding="utf-8")
-
-
 def test_command_writes_table_curves_and_drawing(tmp_path):
     out = tmp_path / "out"
-    result = run("--steps", 10, "--contexts", 24, "--tokens", 12, "--embed-dim", 2, "--out", out)
+    options = ["--steps", "10", "--contexts", "24", "--tokens", "12", "--embed-dim", "2", "--out", out]
+    result = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, encoding="utf-8")
     assert result.returncode == 0, result.stderr
     assert {path.name for path in out.iterdir()} == {"bottleneck.png", "kl.csv", "layers.csv", "singular_values.csv"}
     assert (out / "bottleneck.png").read_bytes().startswith(b"\x89PNG")
@@ -111,14 +107,17 @@ def test_command_writes_table_curves_and_drawing(tmp_path):
 
 
 def test_command_refuses_bad_options(tmp_path):
+    spec = importlib.util.spec_from_file_location("bottleneck_script", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
     (tmp_path / "file").write_text("")
     for options, message in [
-        (["--steps", 0], "--steps 0 is not allowed: at least 10"),
-        (["--tokens", 1], "--tokens 1 is not allowed: at least 2"),
-        (["--contexts", 10**9], "--contexts 1000000000 times --tokens 512 is too large"),
-        (["--out", tmp_path / "file"], "cannot be a folder"),
+        (["--steps", "0"], "--steps 0 is not allowed: at least 10"),
+        (["--tokens", "1"], "--tokens 1 is not allowed: at least 2"),
+        (["--contexts", "1000000000"], "--contexts 1000000000 times --tokens 512 is too large"),
+        (["--out", str(tmp_path / "file")], "cannot be a folder"),
     ]:
-        result = run("--out", tmp_path / "out", *options)
-        assert result.returncode == 1 and message in result.stderr
-        assert result.stderr.count("\n") == 1
+        with pytest.raises(SystemExit) as exit:
+            script.main(["--out", str(tmp_path / "out"), *options])
+        assert message in exit.value.code and "\n" not in exit.value.code
         assert not (tmp_path / "out").exists()

@@ -85,6 +85,7 @@ def error_of(command, *args):
             "--output-layer softmax .* is 16 and must be .* features, 8",
         ),
         ("--adaptive-softmax-cutoff 10,20", "--adaptive-softmax-cutoff .*10.*20.* does not go with --output-layer"),
+        ("--base-layers 1", "--base-layers 1 is not allowed"),
         ("--max-relative-position -1", r"--max-relative-position -1 is not allowed: 0 \(off\) or more"),
         ("--label-smoothing 1", "--label-smoothing 1.0 is not allowed: from 0 to less than 1"),
     ],

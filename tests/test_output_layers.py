@@ -336,7 +336,7 @@ def make_dictionary(counts):
 
 
 @pytest.mark.parametrize(
-    "counts, problem", [([5, 3, 4, 1], "not ordered by frequency"), ([100] * 4, "the same count .100")]
+    "counts, problem", [([9, 5, 7, 3, 2, 1, 1, 1], "not ordered by frequency"), ([100] * 4, "the same count .100")]
 )
 def test_gate_sharing_refuses_a_dictionary_without_frequencies(counts, problem):
     dictionary = make_dictionary(counts)
@@ -345,3 +345,5 @@ def test_gate_sharing_refuses_a_dictionary_without_frequencies(counts, problem):
     check_frequency_order(OutputLayerConfig(frequent_ratio=1.0), dictionary)
     check_frequency_order(OutputLayerConfig(output_layer="mos"), dictionary)
     check_frequency_order(OutputLayerConfig(frequent_ratio=0.5), make_dictionary([5, 5, 2, 0]))
+    # Language tokens and masks come after the padding.
+    check_frequency_order(OutputLayerConfig(frequent_ratio=0.5), make_dictionary([9, 8, 5, 3, 1, 0, 0, 1, 1]))

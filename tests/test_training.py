@@ -245,3 +245,9 @@ def test_fp16(device, output_layer, data, tmp_path):
 def test_amp(device, data, tmp_path):
     """On a CPU it is plain float32: fairseq asks for CUDA's autocast."""
     assert not fits(train_and_generate(data, tmp_path, "mixtape", device, "--amp"), torch.bfloat16)
+
+
+def test_one_loss_a_token_is_refused():
+    criterion = OutputLayerCrossEntropy(SimpleNamespace(target_dictionary=make_dictionary()), sentence_avg=False)
+    with pytest.raises(ValueError, match="cross_entropy"):
+        criterion(None, None, reduce=False)

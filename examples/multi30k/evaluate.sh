@@ -21,7 +21,8 @@ reference=$(compgen -G "$data/text/raw.test.*" | grep -v '\.en$') || die "--data
 target=${reference##*.}
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
-[ ! -d "$root/.venv/bin" ] || PATH=$root/.venv/bin:$PATH
+venv=${MIXTAPE_VENV:-$root/.venv}
+[ ! -d "$venv/bin" ] || PATH=$(cd "$venv" && pwd)/bin:$PATH
 export PYTHONUTF8=1 # the tools would otherwise follow the locale
 
 python "$root/scripts/average_checkpoints.py" --last 5 "$save" --output "$save/average.pt"

@@ -27,7 +27,8 @@ out=${out:-data-bin/multi30k.en-$target}
 url=${MULTI30K_URL:-https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw}
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
-[ ! -d "$root/.venv/bin" ] || PATH=$root/.venv/bin:$PATH
+venv=${MIXTAPE_VENV:-$root/.venv}
+[ ! -d "$venv/bin" ] || PATH=$(cd "$venv" && pwd)/bin:$PATH
 export PYTHONUTF8=1 # the tools would otherwise follow the locale
 for tool in sacremoses subword-nmt fairseq-preprocess; do
   command -v "$tool" >/dev/null || die "$tool is not installed; scripts/quickstart.sh sets up all that is needed"
@@ -49,8 +50,12 @@ make() { # make FILE COMMAND...: FILE holds what COMMAND prints
 }
 lines() { wc -l <"$1" | tr -d ' '; }
 fetch() { # a part that is already whole is not asked for again
-  gzip -t "$1.part" 2>/dev/null || curl --fail --location --retry 3 --continue-at - --output "$1.part" "$url/${1##*/}"
-  gzip -t "$1.part" && mv "$1.part" "$1"
+  local status=0
+  gzip -t "$1.part" 2>/dev/null || curl --fail --location --retry 3 --continue-at - --output "$1.part" "$url/${1##*/}" || status=$?
+  if gzip -t "$1.part"; then mv "$1.part" "$1"; return; fi
+  # Whole as the server sees it (0; 22, 33, 36: nothing left to ask for), and yet broken: the next try starts afresh.
+  case $status in 0 | 22 | 33 | 36) rm -f "$1.part" ;; esac
+  return 1
 }
 raw() { # no carriage returns, and a last line that ends: what counts as a line is then the same for every tool
   case $1 in *.gz) gzip -dc "$1" ;; *) cat "$1" ;; esac | iconv -f UTF-8 -t UTF-8 | tr -d '\r' | awk 1

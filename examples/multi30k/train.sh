@@ -30,7 +30,8 @@ save=${save:-checkpoints/multi30k.$layer.seed$seed}
 compgen -G "$data/dict.*.txt" >/dev/null || die "--data $data holds no binarized data; run prepare.sh first"
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
-[ ! -d "$root/.venv/bin" ] || PATH=$root/.venv/bin:$PATH
+venv=${MIXTAPE_VENV:-$root/.venv}
+[ ! -d "$venv/bin" ] || PATH=$(cd "$venv" && pwd)/bin:$PATH
 
 case $layer in
   softmax) layer_flags=() ;;

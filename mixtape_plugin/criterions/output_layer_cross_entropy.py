@@ -39,6 +39,8 @@ class OutputLayerCrossEntropy(FairseqCriterion):
 
     def forward(self, model, sample, reduce=True):
         """The summed loss in nats, the sample size that divides its gradient, and what to log."""
+        if not reduce:
+            raise ValueError("output_layer_cross_entropy sums over tokens: for one loss a token use cross_entropy")
         layer = getattr(model.decoder, "output_projection", None)
         if not isinstance(layer, OutputLayer):
             raise UserError(

@@ -109,6 +109,8 @@ def check_options(args) -> None:
             f"--adaptive-softmax-cutoff {args.adaptive_softmax_cutoff} does not go with --output-layer "
             f"{args.output_layer}: leave it out, or use fairseq's own transformer"
         )
+    if getattr(args, "base_layers", 0):
+        raise UserError(f"--base-layers {args.base_layers} is not allowed: this plugin's Transformer has none, 0")
     if args.max_relative_position < 0:
         raise UserError(f"--max-relative-position {args.max_relative_position} is not allowed: 0 (off) or more")
     if args.max_relative_position:

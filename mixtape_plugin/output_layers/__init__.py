@@ -105,10 +105,13 @@ def check_frequency_order(config, dictionary) -> None:
     """
     if config.output_layer != "mixtape" or config.frequent_ratio == 1:
         return
+    # Past the frequent ids order does not matter: tasks add symbols there, after the padding with counts of 0.
     counts = dictionary.count[dictionary.nspecial :]
-    if any(after > before for before, after in zip(counts, counts[1:])):
+    num_frequent = max(round(config.frequent_ratio * len(dictionary)) - dictionary.nspecial, 1)
+    frequent, rare = counts[:num_frequent], counts[num_frequent:]
+    if frequent != sorted(frequent, reverse=True) or (frequent and max(rare, default=0) > frequent[-1]):
         problem = "is not ordered by frequency"
-    elif len(counts) > 1 and len(set(counts) - {0}) <= 1:  # fairseq-preprocess pads dictionaries with counts of 0
+    elif len(counts) > 1 and len(set(counts) - {0}) <= 1:
         problem = f"gives every token the same count ({counts[0]})"
     else:
         return
