@@ -128,7 +128,7 @@ def with_counts(data, folder, counts):
     "counts, problem",
     [
         (lambda n: n + 1, "is not ordered by frequency"),
-        (lambda n: 5 if n == 20 else 30 - n // 2, "is not ordered by frequency"),
+        (lambda n: 5 if n == 10 else 30 - n // 2, "is not ordered by frequency"),  # among the 20 first ids
         (lambda n: 1, r"gives every token the same count \(1\)"),
         # fairseq-preprocess fills a dictionary up to a multiple of 8 with words that never occur
         (lambda n: 1 if n < 30 else 0, r"gives every token the same count \(1\)"),
