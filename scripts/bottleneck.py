@@ -26,7 +26,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-logging.basicConfig(level=logging.WARNING)  # before fairseq is imported, which sets a level that floods the terminal
+if __name__ == "__main__":
+    logging.getLogger("fairseq").setLevel(logging.WARNING)  # it greets on import
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mixtape_plugin.analysis.bottleneck import LAYERS, fit, random_conditional  # noqa: E402

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-logging.getLogger("fairseq").setLevel(logging.WARNING)  # it greets on import
+if __name__ == "__main__":
+    logging.getLogger("fairseq").setLevel(logging.WARNING)  # it greets on import
 
 import mixtape_plugin  # noqa: E402, F401, I001
 from fairseq import checkpoint_utils  # noqa: E402
