@@ -26,8 +26,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-if __name__ == "__main__":
-    logging.getLogger("fairseq").setLevel(logging.WARNING)  # it greets on import
+if __name__ == "__main__":  # before fairseq is imported, which sets a level that floods the terminal
+    logging.basicConfig(level=logging.WARNING)
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mixtape_plugin.analysis.bottleneck import LAYERS, fit, random_conditional  # noqa: E402
