@@ -4,4 +4,4 @@ from mixtape_plugin import fairseq_compat
 
 fairseq_compat.apply()
 
-from mixtape_plugin import criterions, models  # noqa: E402, F401
+from mixtape_plugin import criterions, models, optim, tasks  # noqa: E402, F401

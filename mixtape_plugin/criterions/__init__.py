@@ -1,3 +1,3 @@
 """Criterions; importing them registers them with fairseq."""
 
-from mixtape_plugin.criterions import output_layer_cross_entropy  # noqa: F401
+from mixtape_plugin.criterions import awd_lstm_cross_entropy, output_layer_cross_entropy  # noqa: F401

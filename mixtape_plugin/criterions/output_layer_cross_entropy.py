@@ -47,12 +47,12 @@ class OutputLayerCrossEntropy(FairseqCriterion):
                 f"--criterion output_layer_cross_entropy needs a model of this plugin, such as mixtape_transformer, "
                 f"not {type(model).__name__}: use label_smoothed_cross_entropy with it"
             )
-        features, _ = model(**sample["net_input"], features_only=True)
+        features, extra = model(**sample["net_input"], features_only=True)
         target = model.get_targets(sample, None)
         logging_output = {}
         if self.report_accuracy:
             log_probs = layer.log_probs(features)
-            loss, nll = cross_entropy(log_probs, target, self.label_smoothing, self.padding_idx)
+            loss, nll = cross_entropy(log_probs, target, self.label_smoothing, self.padding_idx, layer.vocabulary_mask)
             counted = target.ne(self.padding_idx)
             logging_output["n_correct"] = (log_probs.argmax(-1).eq(target) & counted).sum()
             logging_output["total"] = counted.sum()
@@ -61,6 +61,8 @@ class OutputLayerCrossEntropy(FairseqCriterion):
                 features, target, label_smoothing=self.label_smoothing, ignore_index=self.padding_idx
             )
         sample_size = target.size(0) if self.sentence_avg else sample["ntokens"]
+        if self.training:
+            loss = loss + sample_size * self.penalty(features, extra)
         logging_output.update(
             loss=loss.data,
             nll_loss=nll.data,
@@ -69,6 +71,10 @@ class OutputLayerCrossEntropy(FairseqCriterion):
             sample_size=sample_size,
         )
         return loss, sample_size, logging_output
+
+    def penalty(self, features, extra):
+        """What is added to the mean loss in training; for subclasses."""
+        return 0.0
 
     @staticmethod
     def reduce_metrics(logging_outputs) -> None:

@@ -5,7 +5,7 @@ loss, nll = layer.loss(features, target)
 """
 
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Optional, Sequence
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 
@@ -77,7 +77,9 @@ def check_config(config) -> None:
             raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)} is not allowed: {what}")
 
 
-def build_output_layer(config, feature_dim: int, vocab_size: int, tied_weight=None) -> OutputLayer:
+def build_output_layer(
+    config, feature_dim: int, vocab_size: int, tied_weight=None, masked_tokens: Sequence[int] = ()
+) -> OutputLayer:
     """An output layer over features [..., D] and V tokens.
 
     Args:
@@ -85,12 +87,14 @@ def build_output_layer(config, feature_dim: int, vocab_size: int, tied_weight=No
         feature_dim: D.
         vocab_size: V.
         tied_weight: the input embedding [V, E], to share.
+        masked_tokens: ids that cannot be predicted: their probability is exactly 0, and label smoothing spreads over
+            the others only.
 
     Raises:
         UserError: an option's value is not allowed; the message names it, the value and what is.
     """
     check_config(config)
-    return OUTPUT_LAYERS[config.output_layer](config, feature_dim, vocab_size, tied_weight)
+    return OUTPUT_LAYERS[config.output_layer](config, feature_dim, vocab_size, tied_weight, masked_tokens)
 
 
 def check_frequency_order(config, dictionary) -> None:

@@ -6,9 +6,12 @@ V vocabulary, S frequent tokens.
 
 from __future__ import annotations
 
+from typing import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.modules.locked_dropout import locked_dropout
@@ -19,7 +22,17 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def cross_entropy(log_probs: Tensor, target: Tensor, label_smoothing: float = 0.0, ignore_index: int = -100):
+# Scores held at once by the eager loss: 1 GiB in float32. A loss over more of them goes through them in chunks.
+MAX_SCORES = 2**28
+
+
+def cross_entropy(
+    log_probs: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    vocabulary_mask: Tensor | None = None,
+):
     """Label-smoothed cross entropy and negative log-likelihood, each summed over the targets, in nats.
 
     loss = (1 − ε − ε/(V−1)) · nll + ε/(V−1) · Σ_x −log p(x), the smoothing of fairseq's
@@ -28,12 +41,16 @@ def cross_entropy(log_probs: Tensor, target: Tensor, label_smoothing: float = 0.
     Args:
         log_probs: [..., V]
         target: [...]; targets equal to ``ignore_index`` count for nothing.
+        vocabulary_mask: [V], true where a token cannot be predicted: no mass is spread there and V counts the others.
+            A target there costs infinitely much.
     """
     keep = target.ne(ignore_index)
     log_probs, target = log_probs[keep], target[keep]
     nll = -log_probs.gather(-1, target.unsqueeze(-1)).sum()
     if label_smoothing == 0:
         return nll, nll
+    if vocabulary_mask is not None:
+        log_probs = log_probs[:, ~vocabulary_mask]
     epsilon = label_smoothing / (log_probs.size(-1) - 1)
     return (1 - label_smoothing - epsilon) * nll - epsilon * log_probs.sum(), nll
 
@@ -48,9 +65,17 @@ class OutputLayer(nn.Module):
         feature_dim: D.
         vocab_size: V.
         tied_weight: the input embedding [V, E] to share; without it the layer has its own.
+        masked_tokens: ids that cannot be predicted; their probability is exactly 0.
     """
 
-    def __init__(self, config, feature_dim: int, vocab_size: int, tied_weight: nn.Parameter | None = None):
+    def __init__(
+        self,
+        config,
+        feature_dim: int,
+        vocab_size: int,
+        tied_weight: nn.Parameter | None = None,
+        masked_tokens: Sequence[int] = (),
+    ):
         super().__init__()
         self.config = config
         self.feature_dim = feature_dim
@@ -61,6 +86,24 @@ class OutputLayer(nn.Module):
             nn.init.normal_(tied_weight, std=self.embed_dim**-0.5)
         self.weight = tied_weight
         self.bias = nn.Parameter(torch.zeros(vocab_size))
+        self.masked_tokens = tuple(masked_tokens)
+        mask = None
+        if self.masked_tokens:
+            mask = torch.zeros(vocab_size, dtype=torch.bool)
+            mask[list(self.masked_tokens)] = True
+        self.register_buffer("vocabulary_mask", mask, persistent=False)
+
+    @property
+    def logit_bias(self) -> Tensor:
+        """The bias, −∞ where a token cannot be predicted: the one way in which every layer masks its vocabulary."""
+        if self.vocabulary_mask is None:
+            return self.bias
+        return self.bias.masked_fill(self.vocabulary_mask, -torch.inf)
+
+    @property
+    def scores_per_token(self) -> int:
+        """About how many numbers as large as a score :meth:`forward` holds for each context."""
+        return self.vocab_size
 
     def forward(self, features: Tensor) -> Tensor:
         """Scores [..., V]; ``log_softmax`` of them is the distribution."""
@@ -78,8 +121,30 @@ class OutputLayer(nn.Module):
             features: [..., D]
             target: [...]; targets equal to ``ignore_index`` count for nothing.
             label_smoothing: ε of :func:`cross_entropy`.
+
+        Where all scores together would be more than ``MAX_SCORES``, chunks of contexts are gone through one by one
+        and again in the backward pass: a third more work for memory that does not grow with their number.
         """
-        return cross_entropy(self.log_probs(features), target, label_smoothing, ignore_index)
+        size = max(MAX_SCORES // self.scores_per_token, 1)
+        if target.numel() <= size:
+            return self._loss(features, target, label_smoothing, ignore_index)
+        if self.has_locked_dropout:  # one mask a sequence: a sequence stays whole
+            size = max(size // target.size(1), 1)
+        else:
+            features, target = features.flatten(0, -2), target.flatten()
+        losses = [
+            checkpoint(self._loss, *chunk, label_smoothing, ignore_index, use_reentrant=False)
+            for chunk in zip(features.split(size), target.split(size))
+        ]
+        return tuple(torch.stack(parts).sum() for parts in zip(*losses))
+
+    def _loss(self, features, target, label_smoothing, ignore_index):
+        log_probs = self.log_probs(features)
+        return cross_entropy(log_probs, target, label_smoothing, ignore_index, self.vocabulary_mask)
+
+    @property
+    def has_locked_dropout(self) -> bool:
+        return False
 
     def extra_repr(self) -> str:
         return f"{self.config.output_layer}, D={self.feature_dim}, E={self.embed_dim}, V={self.vocab_size}"
@@ -100,10 +165,14 @@ class OutputLayer(nn.Module):
 class MixtureLayer(OutputLayer):
     """An output layer over K context vectors h_k = tanh(H_k g + b_k) (Mixtape eq. 5; MoS calls H_k W_{h,k})."""
 
-    def __init__(self, config, feature_dim, vocab_size, tied_weight=None):
-        super().__init__(config, feature_dim, vocab_size, tied_weight)
+    def __init__(self, config, feature_dim, vocab_size, tied_weight=None, masked_tokens=()):
+        super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
         self.num_components = config.num_components
         self.context = nn.Linear(feature_dim, self.num_components * self.embed_dim)
+
+    @property
+    def has_locked_dropout(self) -> bool:
+        return self.training and self.config.locked_context_dropout and self.config.context_dropout > 0
 
     def context_vectors(self, features: Tensor) -> Tensor:
         """h_k after dropout, [..., K, E]."""

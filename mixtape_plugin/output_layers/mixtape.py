@@ -55,8 +55,8 @@ class Mixtape(MixtureLayer):
         UserError: K < 2, or r·V rounds to no token.
     """
 
-    def __init__(self, config, feature_dim, vocab_size, tied_weight=None):
-        super().__init__(config, feature_dim, vocab_size, tied_weight)
+    def __init__(self, config, feature_dim, vocab_size, tied_weight=None, masked_tokens=()):
+        super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
         if self.num_components < 2:
             raise UserError(f"--num-components {self.num_components} is too few for --output-layer mixtape: at least 2")
         self.num_frequent = round(config.frequent_ratio * vocab_size)
@@ -71,6 +71,10 @@ class Mixtape(MixtureLayer):
         self.gate_embedding = nn.Parameter(torch.empty(self.num_frequent, config.gate_dim))
         self.gate_bias = nn.Parameter(torch.zeros(self.num_frequent, self.num_gates))
         nn.init.normal_(self.gate_embedding, std=config.gate_dim**-0.5)
+
+    @property
+    def scores_per_token(self) -> int:
+        return (self.num_components + self.num_gates) * self.num_frequent + self.vocab_size
 
     def gates(self, features: Tensor):
         """The K−1 gates γ of the frequent tokens, [..., S] each, and of all others, [..., 1] each."""
@@ -94,7 +98,8 @@ class Mixtape(MixtureLayer):
         contexts = self.context_vectors(features).unbind(-2)
         frequent_gates, shared_gates = self.gates(features)
         frequent_weight, rare_weight = self.weight[: self.num_frequent], self.weight[self.num_frequent :]
-        frequent_bias, rare_bias = self.bias[: self.num_frequent], self.bias[self.num_frequent :]
+        bias = self.logit_bias
+        frequent_bias, rare_bias = bias[: self.num_frequent], bias[self.num_frequent :]
         frequent = sigmoid_tree(frequent_gates, [F.linear(h, frequent_weight) for h in contexts]) + frequent_bias
         rare = F.linear(sigmoid_tree(shared_gates, contexts), rare_weight, rare_bias)
         return torch.cat([frequent, rare], dim=-1)

@@ -16,11 +16,11 @@ class MixtureOfContexts(MixtureLayer):
     The parameters of MoS, mixed before the softmax instead of after: log P stays of rank E + 2 at most.
     """
 
-    def __init__(self, config, feature_dim, vocab_size, tied_weight=None):
-        super().__init__(config, feature_dim, vocab_size, tied_weight)
+    def __init__(self, config, feature_dim, vocab_size, tied_weight=None, masked_tokens=()):
+        super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
         self.prior = nn.Linear(feature_dim, self.num_components, bias=False)
 
     def forward(self, features: Tensor) -> Tensor:
         prior = torch.softmax(self.prior(features), dim=-1)
         context = (prior.unsqueeze(-1) * self.context_vectors(features)).sum(-2)  # [..., E]
-        return F.linear(context, self.weight, self.bias)
+        return F.linear(context, self.weight, self.logit_bias)

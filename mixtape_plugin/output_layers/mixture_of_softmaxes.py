@@ -20,15 +20,24 @@ class MixtureOfSoftmaxes(MixtureLayer):
     log-sum-exp.
     """
 
-    def __init__(self, config, feature_dim, vocab_size, tied_weight=None):
-        super().__init__(config, feature_dim, vocab_size, tied_weight)
+    def __init__(self, config, feature_dim, vocab_size, tied_weight=None, masked_tokens=()):
+        super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
         self.prior = nn.Linear(feature_dim, self.num_components, bias=False)
 
+    @property
+    def scores_per_token(self) -> int:
+        return self.num_components * self.vocab_size
+
     def forward(self, features: Tensor) -> Tensor:
-        logits = F.linear(self.context_vectors(features), self.weight, self.bias)  # [..., K, V]
+        logits = F.linear(self.context_vectors(features), self.weight, self.logit_bias)  # [..., K, V]
         dtype = at_least_float32(logits.dtype)
         log_prior = F.log_softmax(self.prior(features), dim=-1, dtype=dtype)  # [..., K]
-        return torch.logsumexp(log_prior.unsqueeze(-1) + F.log_softmax(logits, dim=-1, dtype=dtype), dim=-2)
+        log_joint = log_prior.unsqueeze(-1) + F.log_softmax(logits, dim=-1, dtype=dtype)
+        if self.vocabulary_mask is None:
+            return torch.logsumexp(log_joint, dim=-2)
+        # The gradient of a log-sum-exp over nothing but −∞ is NaN: it sees zeros there, and its gradient stops.
+        log_probs = torch.logsumexp(log_joint.masked_fill(self.vocabulary_mask, 0.0), dim=-2)
+        return log_probs.masked_fill(self.vocabulary_mask, -torch.inf)
 
     def log_probs(self, features: Tensor) -> Tensor:
         return self(features)

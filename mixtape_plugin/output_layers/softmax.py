@@ -18,8 +18,8 @@ class Softmax(OutputLayer):
         UserError: E differs from D.
     """
 
-    def __init__(self, config, feature_dim, vocab_size, tied_weight=None):
-        super().__init__(config, feature_dim, vocab_size, tied_weight)
+    def __init__(self, config, feature_dim, vocab_size, tied_weight=None, masked_tokens=()):
+        super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
         if self.embed_dim != feature_dim:
             raise UserError(
                 f"--output-layer softmax has no projection: its embedding width is {self.embed_dim} "
@@ -27,4 +27,4 @@ class Softmax(OutputLayer):
             )
 
     def forward(self, features: Tensor) -> Tensor:
-        return F.linear(features, self.weight, self.bias)
+        return F.linear(features, self.weight, self.logit_bias)

@@ -1,0 +1,71 @@
+"""Cross entropy with the activation penalties of AWD-LSTM."""
+
+import math
+from dataclasses import dataclass, field
+
+from fairseq.criterions import register_criterion
+from fairseq.logging import metrics
+
+from mixtape_plugin.criterions.output_layer_cross_entropy import (
+    OutputLayerCrossEntropy,
+    OutputLayerCrossEntropyConfig,
+)
+from mixtape_plugin.errors import UserError
+
+
+@dataclass
+class AWDLSTMCrossEntropyConfig(OutputLayerCrossEntropyConfig):
+    ar_alpha: float = field(default=2.0, metadata={"help": "alpha, weight of the activation regularization"})
+    tar_beta: float = field(default=1.0, metadata={"help": "beta, weight of the temporal activation regularization"})
+    report_bpc: bool = field(default=False, metadata={"help": "log bits per character, for a text of characters"})
+
+
+@register_criterion("awd_lstm_cross_entropy", dataclass=AWDLSTMCrossEntropyConfig)
+class AWDLSTMCrossEntropy(OutputLayerCrossEntropy):
+    """In training, mean NLL + α·mean(m²) + β·mean((h_{t+1} − h_t)²) (Merity et al. 2018, section 4.3), m the last
+    layer's output after dropout and h before it. In evaluation the NLL alone; perplexity is of the NLL always.
+
+    Raises:
+        UserError: α or β below 0, or what :class:`OutputLayerCrossEntropy` raises.
+    """
+
+    def __init__(
+        self,
+        task,
+        sentence_avg,
+        label_smoothing=0.0,
+        report_accuracy=False,
+        ar_alpha=2.0,
+        tar_beta=1.0,
+        report_bpc=False,
+    ):
+        super().__init__(task, sentence_avg, label_smoothing, report_accuracy)
+        for option, value in (("--ar-alpha", ar_alpha), ("--tar-beta", tar_beta)):
+            if value < 0:
+                raise UserError(f"{option} {value} is not allowed: 0 or more")
+        self.ar_alpha = ar_alpha
+        self.tar_beta = tar_beta
+        self.report_bpc = report_bpc
+
+    def penalty(self, features, extra):
+        """α·mean(m²) + β·mean((h_{t+1} − h_t)²) for m, h [B, T, D]; a segment of one step has no second term."""
+        penalty = self.ar_alpha * features.float().pow(2).mean()
+        hidden = extra["last_hidden"].float()
+        if hidden.size(1) > 1:
+            penalty = penalty + self.tar_beta * (hidden[:, 1:] - hidden[:, :-1]).pow(2).mean()
+        return penalty
+
+    def forward(self, model, sample, reduce=True):
+        """The summed loss in nats, the number of targets, and what to log."""
+        loss, sample_size, logging_output = super().forward(model, sample, reduce)
+        logging_output["bpc"] = self.report_bpc
+        return loss, sample_size, logging_output
+
+    @staticmethod
+    def reduce_metrics(logging_outputs) -> None:
+        """fairseq's label-smoothed logs (base 2), and ``bpc`` if asked for."""
+        OutputLayerCrossEntropy.reduce_metrics(logging_outputs)
+        if any(log.get("bpc") for log in logging_outputs):
+            nll = sum(log["nll_loss"] for log in logging_outputs)
+            ntokens = sum(log["ntokens"] for log in logging_outputs)
+            metrics.log_scalar("bpc", nll / ntokens / math.log(2), ntokens, round=4)

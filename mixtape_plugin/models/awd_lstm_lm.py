@@ -1,0 +1,237 @@
+"""AWD-LSTM language models (Merity et al. 2018) with any output layer.
+
+Shapes: B columns of the text, T time steps, E embedding, D the last layer's units, V vocabulary.
+"""
+
+import logging
+from argparse import Namespace
+from dataclasses import dataclass, field
+
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.models import (
+    FairseqIncrementalDecoder,
+    FairseqLanguageModel,
+    register_model,
+    register_model_architecture,
+)
+from omegaconf import OmegaConf
+from torch import nn
+
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.modules.embedding_dropout import embed_with_dropout
+from mixtape_plugin.modules.locked_dropout import locked_dropout
+from mixtape_plugin.modules.weight_drop import WeightDropLSTM
+from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer, check_frequency_order
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class AWDLSTMConfig(OutputLayerConfig):
+    """The options of ``awd_lstm_lm``; the defaults are AWD-LSTM's on Penn Treebank."""
+
+    embed_dim: int = field(default=400, metadata={"help": "E, width of the input embedding"})
+    hidden_sizes: str = field(default="1150,1150,400", metadata={"help": "units of each LSTM layer, first to last"})
+    untie_embeddings: bool = field(
+        default=False, metadata={"help": "an output embedding of its own instead of the input embedding"}
+    )
+    dropout: float = field(default=0.4, metadata={"help": "locked dropout on the last layer's output"})
+    input_dropout: float = field(default=0.4, metadata={"help": "dropouti: locked dropout on the embedded input"})
+    hidden_dropout: float = field(default=0.25, metadata={"help": "dropouth: locked dropout between layers"})
+    embedding_dropout: float = field(default=0.1, metadata={"help": "dropoute: dropout of whole words from the input"})
+    weight_dropout: float = field(default=0.5, metadata={"help": "dropout on the hidden-to-hidden matrices"})
+
+
+def parse_hidden_sizes(hidden_sizes):
+    """[1150, 1150, 400] out of "1150,1150,400"."""
+    sizes = str(hidden_sizes).split(",")
+    if not all(size.strip().isdigit() and int(size) >= 1 for size in sizes):
+        raise UserError(
+            f"--hidden-sizes {hidden_sizes} is not allowed: whole numbers of at least 1 with commas between them, "
+            "such as 1150,1150,400"
+        )
+    return [int(size) for size in sizes]
+
+
+def check_options(args):
+    """Raises UserError for the first of the network's options whose value is not allowed."""
+    if args.embed_dim < 1:
+        raise UserError(f"--embed-dim {args.embed_dim} is not allowed: at least 1")
+    for name in ("dropout", "input_dropout", "hidden_dropout", "embedding_dropout", "weight_dropout"):
+        if not 0 <= getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is not allowed: from 0 to less than 1")
+
+
+class AWDLSTMDecoder(FairseqIncrementalDecoder):
+    """Embedding → LSTM layers with weight drop → output layer.
+
+    Word dropout from the embedding, then locked dropouts (one mask for all time steps) on the embedded input, between
+    the layers and on the last layer's output.
+
+    The hidden state is kept here from one segment of a text to the next, under the text's name (``stream``): what
+    evaluates a model need not know of it, and validation does not disturb training.
+
+    Initial values as in the authors' code: embeddings U(±0.1), output bias 0, LSTM U(±1/√H), others U(±1/√fan-in).
+    """
+
+    def __init__(self, args, dictionary, masked_tokens=()):
+        super().__init__(dictionary)
+        hidden_sizes = parse_hidden_sizes(args.hidden_sizes)
+        self.dropout = args.dropout
+        self.input_dropout = args.input_dropout
+        self.hidden_dropout = args.hidden_dropout
+        self.embedding_dropout = args.embedding_dropout
+        self.embed_tokens = nn.Embedding(len(dictionary), args.embed_dim)
+        self.layers = nn.ModuleList(
+            WeightDropLSTM(input_size, hidden_size, args.weight_dropout)
+            for input_size, hidden_size in zip([args.embed_dim] + hidden_sizes, hidden_sizes)
+        )
+        self.output_projection = build_output_layer(
+            OutputLayerConfig.from_args(args),
+            feature_dim=hidden_sizes[-1],
+            vocab_size=len(dictionary),
+            tied_weight=None if args.untie_embeddings else self.embed_tokens.weight,
+            masked_tokens=masked_tokens,
+        )
+        nn.init.uniform_(self.embed_tokens.weight, -0.1, 0.1)
+        nn.init.uniform_(self.output_projection.weight, -0.1, 0.1)
+        self.states = {}
+
+    def forward(self, prev_output_tokens, encoder_out=None, incremental_state=None, features_only=False, **kwargs):
+        """Scores [B, T, V], or features [B, T, D] with ``features_only``, and what :meth:`extract_features` adds."""
+        features, extra = self.extract_features(prev_output_tokens, incremental_state=incremental_state, **kwargs)
+        return (features if features_only else self.output_layer(features)), extra
+
+    def extract_features(
+        self, prev_output_tokens, src_lengths=None, incremental_state=None, stream="", first_segment=True, **_
+    ):
+        """The last layer's output after dropout, [B, T, D].
+
+        Args:
+            prev_output_tokens: [B, T]; while decoding step by step only the last column is read.
+            incremental_state: a beam search's state, used instead of ``stream`` where it is given.
+            stream: name of the text whose next segment this is.
+            first_segment: start from a hidden state of zeros.
+
+        Returns:
+            the features, and a dictionary: ``last_hidden``, the same before dropout, [B, T, D].
+        """
+        if incremental_state is not None:
+            prev_output_tokens = prev_output_tokens[:, -1:]
+            states = self.get_incremental_state(incremental_state, "states")
+            states = states and [(states[f"h{i}"], states[f"c{i}"]) for i in range(len(self.layers))]
+        else:
+            states = None if first_segment else self.states.get(stream)
+            if states is None and not first_segment:
+                logger.warning(f"no hidden state was kept for {stream}: it starts from zeros in the middle of the text")
+        x = embed_with_dropout(self.embed_tokens, prev_output_tokens, self.embedding_dropout, self.training)
+        if states is None:
+            states = [(x.new_zeros(x.size(0), layer.hidden_size),) * 2 for layer in self.layers]
+        x = locked_dropout(x, self.input_dropout, self.training)
+        new_states = []
+        for i, (layer, state) in enumerate(zip(self.layers, states)):
+            if i > 0:
+                x = locked_dropout(x, self.hidden_dropout, self.training)
+            x, state = layer(x, state)
+            new_states.append(tuple(part.detach() for part in state))
+        if incremental_state is not None:
+            kept = {f"{name}{i}": part for i, state in enumerate(new_states) for name, part in zip("hc", state)}
+            self.set_incremental_state(incremental_state, "states", kept)
+        else:
+            self.states[stream] = new_states
+        return locked_dropout(x, self.dropout, self.training), {"attn": [None], "last_hidden": x}
+
+    def output_layer(self, features, **kwargs):
+        return self.output_projection(features)
+
+    def reorder_incremental_state(self, incremental_state, new_order):
+        states = self.get_incremental_state(incremental_state, "states")
+        if states is not None:
+            states = {name: part.index_select(0, new_order) for name, part in states.items()}
+            self.set_incremental_state(incremental_state, "states", states)
+
+    def max_positions(self):
+        return int(1e9)
+
+
+@register_model("awd_lstm_lm")
+class AWDLSTMLanguageModel(FairseqLanguageModel):
+    """AWD-LSTM (Merity et al. 2018) with an output layer of this plugin; see :class:`AWDLSTMDecoder`.
+
+    Made for ``--task bptt_language_modeling``, which feeds a text segment by segment and names the symbols that cannot
+    be predicted.
+    """
+
+    @staticmethod
+    def add_args(parser):
+        gen_parser_from_dataclass(parser, AWDLSTMConfig(), delete_default=True, with_prefix="")
+
+    @classmethod
+    def build_model(cls, args, task):
+        if OmegaConf.is_config(args):
+            args = Namespace(**OmegaConf.to_container(args))
+        for name, default in vars(AWDLSTMConfig()).items():
+            setattr(args, name, getattr(args, name, default))
+        check_options(args)
+        check_frequency_order(OutputLayerConfig.from_args(args), task.target_dictionary)
+        return cls(AWDLSTMDecoder(args, task.target_dictionary, getattr(task, "masked_tokens", ())))
+
+
+def count_parameters(model):
+    """Parameters of a language model as the papers quote them: without the rows of symbols that cannot be predicted."""
+    layer = model.decoder.output_projection
+    by_token = [getattr(layer, name, None) for name in ("weight", "bias", "gate_embedding", "gate_bias")]
+    if layer.weight is not model.decoder.embed_tokens.weight:
+        by_token.append(model.decoder.embed_tokens.weight)
+    unused = sum(
+        rows[0].numel() for rows in by_token if rows is not None for token in layer.masked_tokens if token < len(rows)
+    )
+    return sum(parameter.numel() for parameter in model.parameters()) - unused
+
+
+def register_architecture(name, defaults):
+    """Registers an architecture whose options default to a paper's values."""
+
+    def set_defaults(args):
+        for option, value in defaults.items():
+            setattr(args, option, getattr(args, option, value))
+
+    register_model_architecture("awd_lstm_lm", name)(set_defaults)
+
+
+# Merity et al. 2018. Yang et al. 2018, with the values of the authors' README, which reproduce, where the paper's
+# Table 8 has others. Yang et al. 2019 gives K, r, gate noise and weight norm, but no sizes: these are ours, chosen for
+# MoS's number of parameters within 0.1%, with its embedding and last layer. Its gate dropout on language models is not
+# given either: it is that of En-De.
+AWD_PTB = dict(output_layer="softmax", embed_dim=400, hidden_sizes="1150,1150,400")
+AWD_WIKITEXT2 = dict(AWD_PTB, input_dropout=0.65, hidden_dropout=0.2)
+MOS = dict(output_layer="mos", num_components=15, context_dropout=0.29, locked_context_dropout=True)
+MOC = dict(output_layer="moc")
+MIXTAPE = dict(output_layer="mixtape", num_components=4, gate_dim=64, frequent_ratio=0.1, gate_weight_norm=True)
+GATE_DROPOUT = dict(gate_dropout=0.2)
+MOS_PTB = dict(MOS, embed_dim=280, hidden_sizes="960,960,620", input_dropout=0.4, hidden_dropout=0.225)
+MOS_WIKITEXT2 = dict(MOS, embed_dim=300, hidden_sizes="1150,1150,650", input_dropout=0.55, hidden_dropout=0.2)
+NO_DROPOUT = dict(dropout=0.0, input_dropout=0.0, hidden_dropout=0.0, embedding_dropout=0.0, weight_dropout=0.0)
+ONE_BILLION = dict(NO_DROPOUT, output_layer="softmax", embed_dim=1024, hidden_sizes="1024,1024")
+TEXT8 = dict(NO_DROPOUT, output_layer="softmax", embed_dim=1024, hidden_sizes="1024")
+MOS_TEXT8 = dict(TEXT8, output_layer="mos")
+
+ARCHITECTURES = {
+    "": {},
+    "_ptb": AWD_PTB,
+    "_ptb_mos": MOS_PTB,
+    "_ptb_moc": {**MOS_PTB, **MOC},
+    "_ptb_mixtape": {**MOS_PTB, **MIXTAPE, **GATE_DROPOUT, "hidden_sizes": "1024,1024,620"},
+    "_wikitext2": AWD_WIKITEXT2,
+    "_wikitext2_mos": MOS_WIKITEXT2,
+    "_wikitext2_moc": {**MOS_WIKITEXT2, **MOC},
+    "_wikitext2_mixtape": {**MOS_WIKITEXT2, **MIXTAPE, **GATE_DROPOUT, "hidden_sizes": "1206,1206,650"},
+    "_one_billion": ONE_BILLION,
+    "_one_billion_mos": dict(ONE_BILLION, output_layer="mos", num_components=7, embed_dim=900),
+    "_one_billion_mixtape": {**ONE_BILLION, **MIXTAPE, "embed_dim": 900, "hidden_sizes": "1144,1024"},
+    "_text8": TEXT8,
+    "_text8_mos7": dict(MOS_TEXT8, num_components=7, embed_dim=510, hidden_sizes="910"),
+    "_text8_mos10": dict(MOS_TEXT8, num_components=10, embed_dim=452, hidden_sizes="860"),
+}
+for suffix, defaults in ARCHITECTURES.items():
+    register_architecture(f"awd_lstm_lm{suffix}", defaults)

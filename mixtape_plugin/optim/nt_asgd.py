@@ -1,0 +1,153 @@
+"""SGD that turns into averaged SGD (Merity et al. 2018, algorithm 1)."""
+
+import logging
+from dataclasses import dataclass, field
+from typing import List, Optional
+
+import torch
+from fairseq.dataclass import FairseqDataclass
+from fairseq.optim import FairseqOptimizer, register_optimizer
+from omegaconf import II
+
+from mixtape_plugin.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class NTASGDConfig(FairseqDataclass):
+    weight_decay: float = field(default=0.0, metadata={"help": "L2 penalty on all weights"})
+    nonmono: int = field(
+        default=5,
+        metadata={"help": "n: averaging starts when validation is worse than at some epoch more than n epochs ago"},
+    )
+    averaging_epoch: Optional[int] = field(
+        default=None,
+        metadata={"help": "start averaging after this epoch, whatever validation says; 0: from the first update"},
+    )
+    stop_when_nonmonotone: bool = field(
+        default=False, metadata={"help": "fine-tuning: end the training where --nonmono would start averaging"}
+    )
+    lr: List[float] = II("optimization.lr")
+
+
+@register_optimizer("nt_asgd", dataclass=NTASGDConfig)
+class NTASGD(FairseqOptimizer):
+    """torch's SGD, then torch's ASGD with t0 = 0 and λ = 0: w ← w − η g, and the average of the w.
+
+    Averaging starts at the end of the first epoch with more than n earlier ones whose validation loss is above
+    min(losses of all but the last n of them), n = ``--nonmono`` (NT-ASGD), or after ``--averaging-epoch`` (ET-ASGD).
+
+    Training moves the raw weights; :meth:`use_average` puts their average into the model, :meth:`use_raw` takes it
+    out again. A checkpoint has the average as its model, and the raw weights among the optimizer's state.
+
+    As torch's ASGD and so the authors' runs have it, a step's η is the learning rate of the step before, and the
+    average begins with the second step.
+
+    Needs ``--task bptt_language_modeling``, which says when an epoch and when a validation begins and ends.
+
+    Raises:
+        UserError: ``--nonmono`` below 1, ``--averaging-epoch`` or ``--weight-decay`` below 0.
+    """
+
+    def __init__(self, cfg, params):
+        super().__init__(cfg)
+        if cfg.nonmono < 1:
+            raise UserError(f"--nonmono {cfg.nonmono} is not allowed: at least 1")
+        if cfg.averaging_epoch is not None and cfg.averaging_epoch < 0:
+            raise UserError(f"--averaging-epoch {cfg.averaging_epoch} is not allowed: 0 or more")
+        if cfg.weight_decay < 0:
+            raise UserError(f"--weight-decay {cfg.weight_decay} is not allowed: 0 or more")
+        self._optimizer = torch.optim.SGD(params, **self.optimizer_config)
+        self.history = []  # validation losses, one an epoch
+        self.finished = False
+        self.after_swap = None  # under --fp16 and --bf16: copies these float32 weights into the model
+        self._raw = None
+
+    @property
+    def optimizer_config(self):
+        return {"lr": self.cfg.lr[0], "weight_decay": self.cfg.weight_decay}
+
+    @property
+    def supports_flat_params(self):
+        return True
+
+    @property
+    def phase(self):
+        """ "sgd" or "asgd"."""
+        return "asgd" if isinstance(self._optimizer, torch.optim.ASGD) else "sgd"
+
+    def set_lr(self, lr):
+        # fairseq ends a training whose learning rate is not above --stop-min-lr, -1 by default.
+        super().set_lr(-1.0 if self.finished else lr)
+
+    def begin_epoch(self, epoch):
+        """Starts averaging if its time has come by ``--averaging-epoch``; epochs count from 1."""
+        starts = self.cfg.averaging_epoch is not None and epoch > self.cfg.averaging_epoch
+        if starts and self.phase == "sgd":
+            logger.info(f"epoch {epoch}: averaged SGD from here on")
+            self._start_averaging()
+
+    def end_epoch(self, valid_loss):
+        """Takes an epoch's validation loss, in any unit, and starts averaging or ends the training if that is due."""
+        n = self.cfg.nonmono
+        if len(self.history) > n and valid_loss > min(self.history[:-n]):
+            if self.phase == "asgd":
+                self.finished = self.cfg.stop_when_nonmonotone
+            elif self.cfg.averaging_epoch is None:
+                logger.info(
+                    f"validation loss {valid_loss:.4f} is above the lowest of all but the last {n} epochs "
+                    f"({min(self.history[:-n]):.4f}): averaged SGD from here on"
+                )
+                self._start_averaging()
+        self.history.append(valid_loss)
+
+    def _start_averaging(self):
+        lr = self.get_lr()
+        self._optimizer = torch.optim.ASGD(list(self.params), **{**self.optimizer_config, "lr": lr}, t0=0, lambd=0)
+        # fairseq calls this on every process just before it saves a checkpoint, validated or not.
+        self._optimizer.consolidate_state_dict = self.use_average
+
+    @torch.no_grad()
+    def use_average(self):
+        """Puts the averaged weights into the model, for validation and saving; nothing before averaging."""
+        if self._raw is not None or not self._optimizer.state or self.phase == "sgd":
+            return
+        self._raw = [parameter.clone() for parameter in self.params]
+        for parameter in self.params:
+            if parameter in self._optimizer.state:
+                parameter.copy_(self._optimizer.state[parameter]["ax"])
+        self._swapped()
+
+    @torch.no_grad()
+    def use_raw(self):
+        """Puts the raw weights back, for training; nothing where they are in place."""
+        if self._raw is None:
+            return
+        for parameter, raw in zip(self.params, self._raw):
+            parameter.copy_(raw)
+        self._raw = None
+        self._swapped()
+
+    def _swapped(self):
+        if self.after_swap is not None:
+            self.after_swap()
+
+    def state_dict(self):
+        return {
+            "phase": self.phase,
+            "optimizer": self._optimizer.state_dict(),
+            "raw": self._raw,
+            "history": self.history,
+            "finished": self.finished,
+        }
+
+    def load_state_dict(self, state_dict, optimizer_overrides=None):
+        """Takes up a training where :meth:`state_dict` left it; the model holds the weights it held then."""
+        if state_dict["phase"] == "asgd":
+            self._start_averaging()
+        super().load_state_dict(state_dict["optimizer"], optimizer_overrides)
+        raw = state_dict["raw"]
+        self._raw = raw and [weight.to(parameter) for weight, parameter in zip(raw, self.params)]
+        self.history = list(state_dict["history"])
+        self.finished = state_dict["finished"]

@@ -1,0 +1,331 @@
+"""Language modelling on one long text with truncated back-propagation through time."""
+
+import hashlib
+import logging
+import os
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import Optional
+
+import torch
+from fairseq import utils
+from fairseq.data import data_utils, iterators
+from fairseq.data.indexed_dataset import get_available_dataset_impl
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.distributed import utils as distributed_utils
+from fairseq.tasks import register_task
+from fairseq.tasks.language_modeling import LanguageModelingTask
+from omegaconf import II
+
+from mixtape_plugin.data.bptt_dataset import BpttDataset, TokenStream, draw_segment_lengths
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.optim.nt_asgd import NTASGD
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class BpttLanguageModelingConfig(FairseqDataclass):
+    data: Optional[str] = field(
+        default=None,
+        metadata={
+            "help": "folder that fairseq-preprocess --only-source wrote; several with : between "
+            "them are walked through one an epoch"
+        },
+    )
+    tokens_per_sample: int = field(default=70, metadata={"help": "length of a segment (bptt); in training its mean"})
+    segment_length_std: float = field(default=5.0, metadata={"help": "its standard deviation in training"})
+    short_segment_probability: float = field(
+        default=0.05, metadata={"help": "how often that mean is half of --tokens-per-sample"}
+    )
+    min_segment_length: int = field(default=5, metadata={"help": "shortest segment in training"})
+    max_segment_length: Optional[int] = field(default=None, metadata={"help": "longest segment in training"})
+    small_batch_size: Optional[int] = field(
+        default=None,
+        metadata={"help": "columns that go through the network at once; gradients of all --batch-size are summed"},
+    )
+    remove_eos: bool = field(
+        default=False,
+        metadata={"help": "a text without lines, such as text8: </s> is taken out, and never predicted, nor is <unk>"},
+    )
+    seed: int = II("common.seed")
+    train_subset: str = II("dataset.train_subset")
+    dataset_impl: Optional[ChoiceEnum(get_available_dataset_impl())] = II("dataset.dataset_impl")
+
+
+def check_options(args):
+    """Raises UserError for the first option whose value is not allowed."""
+    allowed = {
+        "tokens_per_sample": (args.tokens_per_sample >= 1, "at least 1"),
+        "segment_length_std": (args.segment_length_std >= 0, "0 or more"),
+        "short_segment_probability": (0 <= args.short_segment_probability <= 1, "from 0 to 1"),
+        "min_segment_length": (args.min_segment_length >= 1, "at least 1"),
+        "max_segment_length": (
+            args.max_segment_length is None or args.max_segment_length >= 1,
+            "at least 1, or left out",
+        ),
+        "small_batch_size": (args.small_batch_size is None or args.small_batch_size >= 1, "at least 1, or left out"),
+    }
+    for name, (holds, what) in allowed.items():
+        if not holds:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is not allowed: {what}")
+
+
+@register_task("bptt_language_modeling", dataclass=BpttLanguageModelingConfig)
+class BpttLanguageModelingTask(LanguageModelingTask):
+    """A text in B columns, walked through segment by segment, the hidden state carried along (Merity et al. 2018).
+
+    - Training: ``--batch-size`` columns for each process. Segment lengths are drawn by seed and epoch
+      (:func:`~mixtape_plugin.data.bptt_dataset.draw_segment_lengths`), and a segment's learning rate is
+      lr·L/``--tokens-per-sample``, set after clipping. The model keeps the hidden state, which starts from zeros in
+      each epoch.
+    - Evaluation: ``--batch-size-valid`` columns, shared by all processes, segments of equal length; every token is
+      predicted and counted once. ``fairseq-eval-lm`` takes ``--batch-size`` columns, 1 unless given.
+    - Symbols that fairseq adds (``<s>``, ``<pad>``, ``madeupword…``) are in ``masked_tokens``: a model of this plugin
+      gives them probability 0.
+    - With ``--optimizer nt_asgd`` validation and saved models use the averaged weights.
+    - A checkpoint in the middle of an epoch has the hidden states of all processes.
+
+    Raises:
+        UserError: an option's value is not allowed; no ``--batch-size``; a text with a symbol that is masked; a
+            checkpoint of another dictionary; a loss that is not finite.
+    """
+
+    def __init__(self, args, dictionary, output_dictionary=None, targets=None):
+        super().__init__(args, dictionary, output_dictionary, targets)
+        check_options(args)
+        self.masked_tokens = tuple(
+            token
+            for token, symbol in enumerate(dictionary.symbols)
+            if token in (dictionary.bos(), dictionary.pad())
+            or symbol.startswith("madeupword")
+            or (args.remove_eos and token in (dictionary.eos(), dictionary.unk()))
+        )
+        self.model = None
+        self.nt_asgd = None
+        self.lr_scale = 1.0
+        self.epoch_ended = False
+        self.validations = 0
+        self.states_of_all = None
+        self.restored_states = None
+
+    @classmethod
+    def setup_task(cls, args, **kwargs):
+        for path in utils.split_paths(args.data or ""):
+            if not os.path.isdir(path):
+                raise UserError(f"data folder {path} does not exist: give the one that fairseq-preprocess wrote")
+        dictionary = cls.load_dictionary(os.path.join(utils.split_paths(args.data)[0], "dict.txt"))
+        logger.info(f"dictionary: {len(dictionary)} types")
+        return cls(args, dictionary)
+
+    # ------------------------------------------------------------------------------------------------- model
+
+    def build_model(self, args, from_checkpoint=False):
+        """Builds the model, and keeps with its options what a checkpoint must agree with this task in."""
+        if isinstance(args, Namespace):
+            symbols = "\n".join(self.dictionary.symbols)
+            digest = hashlib.sha256(symbols.encode()).hexdigest()
+            if getattr(args, "dictionary_digest", digest) != digest:
+                raise UserError(
+                    f"the dictionary in {self.args.data} ({len(self.dictionary)} types) is not the one that the "
+                    "checkpoint was trained with: give the data folder that was made with it"
+                )
+            if tuple(getattr(args, "masked_tokens", self.masked_tokens)) != self.masked_tokens:
+                raise UserError(
+                    f"the checkpoint was trained {'without' if self.args.remove_eos else 'with'} --remove-eos: "
+                    "do the same here"
+                )
+            args.dictionary_digest, args.masked_tokens = digest, list(self.masked_tokens)
+        return super().build_model(args, from_checkpoint)
+
+    def build_criterion(self, cfg, *args, **kwargs):
+        if cfg._name == "label_smoothed_cross_entropy" and cfg.label_smoothing > 0:
+            raise UserError(
+                f"--label-smoothing {cfg.label_smoothing} of --criterion label_smoothed_cross_entropy gives mass to "
+                "symbols that cannot be predicted: use --criterion awd_lstm_cross_entropy"
+            )
+        return super().build_criterion(cfg, *args, **kwargs)
+
+    # -------------------------------------------------------------------------------------------------- data
+
+    def load_dataset(self, split, epoch=1, combine=False, **kwargs):
+        """Loads a split as one stream; of several data folders the training text is in that of the epoch."""
+        paths = utils.split_paths(self.args.data)
+        folder = paths[(epoch - 1) % len(paths)] if split == self.args.train_subset else paths[0]
+        path = os.path.join(folder, split)
+        lines = data_utils.load_indexed_dataset(path, self.dictionary, self.args.dataset_impl, combine=combine)
+        if lines is None:
+            raise FileNotFoundError(f"Dataset not found: {split} ({path})")
+        tokens = torch.cat([lines[i] for i in range(len(lines))]).int()
+        if self.args.remove_eos:
+            tokens = tokens[tokens != self.dictionary.eos()]
+        counts = torch.bincount(tokens, minlength=len(self.dictionary))
+        for token in self.masked_tokens:
+            if counts[token] > 0:
+                raise UserError(
+                    f"{path} holds {counts[token]} {self.dictionary[token]}, which the model cannot predict: "
+                    "mend the text or its dictionary" + (", or leave out --remove-eos" if self.args.remove_eos else "")
+                )
+        unknown = counts[self.dictionary.unk()]
+        logger.info(f"{path}: {len(tokens):,} tokens, {unknown:,} of them <unk>")
+        self.datasets[split] = TokenStream(tokens, self.dictionary.eos(), self.dictionary.pad(), split)
+
+    def get_batch_iterator(
+        self, dataset, max_tokens=None, max_sentences=None, seed=1, num_shards=1, shard_id=0, num_workers=0, epoch=1,
+        data_buffer_size=0, **kwargs,
+    ):  # fmt: skip
+        """The segments of a text in order; for anything but a text (a prompt to continue) fairseq's own iterator."""
+        if not isinstance(dataset, TokenStream):
+            return super().get_batch_iterator(
+                dataset, max_tokens, max_sentences, seed=seed, num_shards=num_shards, shard_id=shard_id,
+                num_workers=num_workers, epoch=epoch, data_buffer_size=data_buffer_size, **kwargs,
+            )  # fmt: skip
+        if max_sentences is None:
+            raise UserError("--task bptt_language_modeling needs --batch-size, the number of columns")
+        training = dataset.split == self.args.train_subset
+        lengths = self.args.tokens_per_sample
+        if training:
+            lengths = draw_segment_lengths(
+                len(dataset) // (max_sentences * num_shards),
+                self.args.tokens_per_sample,
+                self.args.segment_length_std,
+                self.args.short_segment_probability,
+                self.args.min_segment_length,
+                self.args.max_segment_length,
+                seed,
+                epoch,
+            )
+        segments = BpttDataset(
+            dataset, max_sentences, lengths, training, self.args.tokens_per_sample, num_shards, shard_id
+        )
+        return iterators.EpochBatchIterator(
+            segments,
+            segments.collater,
+            [[i] for i in range(len(segments))],
+            seed=seed,
+            num_workers=num_workers,
+            epoch=epoch,
+            buffer_size=data_buffer_size,
+            disable_shuffling=True,
+        )
+
+    def eval_lm_dataloader(self, dataset, batch_size=None, context_window=0, max_positions=None, **kwargs):
+        if context_window > 0:
+            raise UserError(f"--context-window {context_window} is not allowed: the hidden state is the context, 0")
+        return self.get_batch_iterator(dataset, max_sentences=batch_size or 1, **kwargs).next_epoch_itr(shuffle=False)
+
+    # ---------------------------------------------------------------------------------------------- training
+
+    def begin_epoch(self, epoch, model):
+        self.epoch = epoch
+        self.model = model
+        if self.restored_states is not None:
+            like = next(model.parameters())
+            for stream, states in self.restored_states.items():
+                model.decoder.states[stream] = [tuple(part.to(like) for part in state) for state in states]
+            self.restored_states = None
+
+    def train_step(self, sample, model, criterion, optimizer, update_num, ignore_grad=False):
+        """fairseq's, for ``--small-batch-size`` columns after the other."""
+        self.nt_asgd = self.find_nt_asgd(optimizer)
+        if self.nt_asgd:
+            self.nt_asgd.use_raw()
+            if sample["net_input"]["first_segment"]:
+                self.nt_asgd.begin_epoch(self.epoch)
+        self.lr_scale = sample["lr_scale"]
+        self.epoch_ended = sample["last_segment"]
+        loss, sample_size, logging_output = 0.0, 0, {}
+        for small_batch in self.small_batches(sample):
+            part, size, log = super().train_step(small_batch, model, criterion, optimizer, update_num, ignore_grad)
+            loss, sample_size = loss + part, sample_size + size
+            logging_output = {name: logging_output.get(name, 0) + value for name, value in log.items()}
+        if not torch.isfinite(loss):
+            raise UserError(
+                f"the loss is {loss.item()} at update {update_num + 1} (epoch {self.epoch}): lower --lr; "
+                "earlier checkpoints are as they were"
+            )
+        return loss, sample_size, logging_output
+
+    @staticmethod
+    def find_nt_asgd(optimizer):
+        """The NTASGD inside what fairseq trains with, or None for another optimizer."""
+        found = getattr(optimizer, "fp32_optimizer", optimizer)
+        if not isinstance(found, NTASGD):
+            return None
+        if found is not optimizer:
+            found.after_swap = optimizer._sync_fp32_params_to_fp16
+        return found
+
+    def small_batches(self, sample):
+        """The columns of a segment in turn, each with a hidden state of its own."""
+        size = self.args.small_batch_size
+        columns = sample["nsentences"]
+        if size is None or size >= columns:
+            return [sample]
+        parts = []
+        for begin in range(0, columns, size):
+            rows = slice(begin, begin + size)
+            target = sample["target"][rows]
+            net_input = {
+                **sample["net_input"],
+                "src_tokens": sample["net_input"]["src_tokens"][rows],
+                "src_lengths": sample["net_input"]["src_lengths"][rows],
+                "stream": f"{sample['net_input']['stream']}:{begin}",
+            }
+            ntokens = int(target.ne(self.dictionary.pad()).sum())
+            parts.append(
+                {**sample, "nsentences": len(target), "ntokens": ntokens, "net_input": net_input, "target": target}
+            )
+        return parts
+
+    def optimizer_step(self, optimizer, model, update_num):
+        lr = optimizer.get_lr()
+        optimizer.set_lr(lr * self.lr_scale)
+        optimizer.step()
+        optimizer.set_lr(lr)
+
+    def begin_valid_epoch(self, epoch, model):
+        self.validations = 0
+        if self.nt_asgd:
+            self.nt_asgd.use_average()
+        # Saving is for one process alone, so that the others hand over their hidden states here.
+        self.states_of_all = None
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.states_of_all = [None] * distributed_utils.get_data_parallel_world_size()
+            torch.distributed.all_gather_object(
+                self.states_of_all, self.training_states(model), group=distributed_utils.get_data_parallel_group()
+            )
+
+    def post_validate(self, model, stats, agg):
+        """Hands the validation loss of an epoch's end, on the first of ``--valid-subset``, to the optimizer."""
+        self.validations += 1
+        if self.nt_asgd and self.epoch_ended and self.validations == 1:
+            self.nt_asgd.end_epoch(float(agg["nll_loss" if "nll_loss" in agg else "loss"].avg))
+
+    # ------------------------------------------------------------------------------------------- checkpoints
+
+    def training_states(self, model):
+        names = (self.args.train_subset, f"{self.args.train_subset}:")
+        return {
+            stream: [tuple(part.cpu() for part in state) for state in states]
+            for stream, states in model.decoder.states.items()
+            if stream == names[0] or stream.startswith(names[1])
+        }
+
+    def get_checkpoint_dict(self):
+        states = []
+        if not self.epoch_ended and self.model is not None:
+            states = self.states_of_all or [self.training_states(self.model)]
+        return {type(self).__name__: {"hidden_states": states}}
+
+    def set_checkpoint_dict(self, state_dict):
+        states = state_dict["hidden_states"]
+        if not states:
+            return
+        processes = distributed_utils.get_data_parallel_world_size() if torch.distributed.is_initialized() else 1
+        if len(states) != processes:
+            raise UserError(
+                f"the checkpoint was saved in the middle of an epoch by {len(states)} processes, and cannot be resumed "
+                f"by {processes}: use as many, or go on from a checkpoint of an epoch's end"
+            )
+        self.restored_states = states[distributed_utils.get_data_parallel_rank() if processes > 1 else 0]
