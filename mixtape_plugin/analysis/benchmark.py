@@ -5,6 +5,7 @@ Shapes: D features, E embedding, K components, V vocabulary, S frequent tokens, 
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import resource
@@ -140,6 +141,19 @@ def build_layer(layer: str, shape: Shape, noise: bool = False, tied_weight=None)
     return build_output_layer(config, feature_dim, shape.vocab_size, tied_weight).train()
 
 
+@contextlib.contextmanager
+def stopwatch(device: str):
+    """Seconds of the block, the only element of the list it gives once the block, and all on the GPU, is done."""
+    seconds = []
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    yield seconds
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds.append(time.perf_counter() - start)
+
+
 class Step:
     """One forward and backward pass of a layer, `loss` to the gradients of features and parameters."""
 
@@ -155,18 +169,11 @@ class Step:
         """Runs the step on the first `tokens` (default: all) and returns its seconds."""
         features = self.features[:, :tokens].detach().requires_grad_()
         target = self.target[:, :tokens]
-        self.synchronize()
-        start = time.perf_counter()
-        self.layer.loss(features, target)[0].backward()
-        self.synchronize()
-        seconds = time.perf_counter() - start
+        with stopwatch(self.device) as elapsed:
+            self.layer.loss(features, target)[0].backward()
         for parameter in self.layer.parameters():
             parameter.grad = None  # as fairseq does: the next backward allocates, and does not add
-        return seconds
-
-    def synchronize(self):
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+        return elapsed[0]
 
 
 def high_water_mark(device: str) -> int:
@@ -186,29 +193,45 @@ def peak_memory(layer: str, shape: Shape, setting: Setting) -> int:
         MemoryError: there is too little.
     """
     torch.set_num_threads(setting.threads)
-    try:
+    with memory_errors():
         step = Step(layer, shape, setting)
         if setting.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         step(TINY)
         tiny = high_water_mark(setting.device)
         step()
+    return high_water_mark(setting.device) - tiny
+
+
+@contextlib.contextmanager
+def memory_errors():
+    """MemoryError for what torch says where there is too little memory."""
+    try:
+        yield
     except RuntimeError as error:  # torch has several words for it, on a CPU and on a GPU
         if "allocate" in str(error):
             raise MemoryError from None
         raise
-    return high_water_mark(setting.device) - tiny
+
+
+def in_fresh_process(function, *args):
+    """``function(*args)`` of a process that has run nothing else, which a CPU's high-water mark needs.
+
+    Raises:
+        MemoryError: the function does, or the system ends the process, as it does with what takes too much.
+    """
+    context = multiprocessing.get_context("forkserver")  # imports once, then forks before any layer has run
+    # torch 2 imports the second with the first optimizer, which takes seconds; where it is missing it is left out
+    context.set_forkserver_preload([function.__module__, "torch._dynamo"])
+    try:
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            return pool.submit(function, *args).result()
+    except BrokenProcessPool:
+        raise MemoryError from None
 
 
 def peak_memory_of_fresh_process(layer: str, shape: Shape, setting: Setting) -> int:
-    """:func:`peak_memory` of a process that has run nothing else, which a CPU's high-water mark needs."""
-    context = multiprocessing.get_context("forkserver")  # imports once, then forks before any layer has run
-    context.set_forkserver_preload([__name__])
-    try:
-        with ProcessPoolExecutor(1, mp_context=context) as pool:
-            return pool.submit(peak_memory, layer, shape, setting).result()
-    except BrokenProcessPool:  # the system kills what takes too much
-        raise MemoryError from None
+    return in_fresh_process(peak_memory, layer, shape, setting)
 
 
 def estimate_memory(layer: str, shape: Shape, setting: Setting) -> int:
@@ -241,9 +264,26 @@ def available_memory(device: str) -> int:
     return free
 
 
+def take_turns(steps: dict, rounds: int, tick=lambda steps: None) -> dict:
+    """Milliseconds of the steps, a list under each one's key. After a warm-up, each of them takes its turn in each of
+    the rounds, so that whatever else the machine does meets them all alike.
+
+    Args:
+        steps: functions that return their seconds.
+        tick: called with 1 after each turn.
+    """
+    times = {key: [] for key in steps}
+    for turn in range(rounds + 1):
+        for key, step in steps.items():
+            seconds = step()
+            if turn:  # the first round is the warm-up
+                times[key].append(1000 * seconds)
+            tick(1)
+    return times
+
+
 def benchmark(shape: Shape, layers, setting: Setting, rounds: int, memory_limit=None, tick=lambda steps: None) -> list:
-    """Measures the layers at one shape: peak memory first, then time, interleaved. After a warm-up, each of the
-    layers takes its turn in each of the rounds, so that whatever else the machine does meets them all alike.
+    """Measures the layers at one shape: peak memory first, then time, by :func:`take_turns`.
 
     Args:
         layers: some of :data:`LAYERS`, softmax among them.
@@ -283,14 +323,7 @@ def benchmark(shape: Shape, layers, setting: Setting, rounds: int, memory_limit=
         torch.nn.init.normal_(embedding, std=shape.embed_dim**-0.5)
     # one embedding for all: five of One Billion Word's would take 2 GB
     steps = {layer: Step(layer, shape, setting, embedding) for layer in run}
-    times = {layer: [] for layer in run}
-    for turn in range(rounds + 1):
-        for layer, step in steps.items():
-            seconds = step()
-            if turn:  # the first round is the warm-up
-                times[layer].append(1000 * seconds)
-            tick(1)
-
+    times = take_turns(steps, rounds, tick)
     for layer, row in run.items():
         row.update(ms_median=statistics.median(times[layer]), ms_min=min(times[layer]), ms_max=max(times[layer]))
         if "softmax" in run:

@@ -11,6 +11,7 @@ from mixtape_plugin.criterions.output_layer_cross_entropy import (
     OutputLayerCrossEntropyConfig,
 )
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.output_layers.base import at_least_float32
 
 
 @dataclass
@@ -49,8 +50,9 @@ class AWDLSTMCrossEntropy(OutputLayerCrossEntropy):
 
     def penalty(self, features, extra):
         """α·mean(m²) + β·mean((h_{t+1} − h_t)²) for m, h [B, T, D]; a segment of one step has no second term."""
-        penalty = self.ar_alpha * features.float().pow(2).mean()
-        hidden = extra["last_hidden"].float()
+        dtype = at_least_float32(features.dtype)
+        penalty = self.ar_alpha * features.to(dtype).pow(2).mean()
+        hidden = extra["last_hidden"].to(dtype)
         if hidden.size(1) > 1:
             penalty = penalty + self.tar_beta * (hidden[:, 1:] - hidden[:, :-1]).pow(2).mean()
         return penalty

@@ -90,6 +90,7 @@ class BpttDataset(FairseqDataset):
 
     Raises:
         UserError: the text has fewer tokens than there are columns, or there are fewer columns than processes.
+        ValueError: the segments do not cover the text, or some have nothing of it.
     """
 
     def __init__(
@@ -131,6 +132,8 @@ class BpttDataset(FairseqDataset):
         )
         if isinstance(lengths, int):
             lengths = [lengths] * -(-self.steps // lengths)
+        if not sum(lengths[:-1]) < self.steps <= sum(lengths):
+            raise ValueError(f"segments of {sum(lengths)} steps do not cover a text of {self.steps}, or some are empty")
         self.lengths = lengths
         self.base_length = base_length or lengths[0]
         self.begins = [0, *accumulate(lengths)]

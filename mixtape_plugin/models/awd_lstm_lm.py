@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class AWDLSTMConfig(OutputLayerConfig):
-    """The options of ``awd_lstm_lm``; the defaults are AWD-LSTM's on Penn Treebank."""
+    """The options of ``awd_lstm_lm``; the defaults are Mixtape on the network of AWD-LSTM on Penn Treebank."""
 
     embed_dim: int = field(default=400, metadata={"help": "E, width of the input embedding"})
     hidden_sizes: str = field(default="1150,1150,400", metadata={"help": "units of each LSTM layer, first to last"})

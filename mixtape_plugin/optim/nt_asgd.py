@@ -1,6 +1,7 @@
 """SGD that turns into averaged SGD (Merity et al. 2018, algorithm 1)."""
 
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import List, Optional
 
@@ -91,6 +92,8 @@ class NTASGD(FairseqOptimizer):
     def end_epoch(self, valid_loss):
         """Takes an epoch's validation loss, in any unit, and starts averaging or ends the training if that is due."""
         n = self.cfg.nonmono
+        if math.isnan(valid_loss):  # which is neither above nor below anything
+            valid_loss = math.inf
         if len(self.history) > n and valid_loss > min(self.history[:-n]):
             if self.phase == "asgd":
                 self.finished = self.cfg.stop_when_nonmonotone

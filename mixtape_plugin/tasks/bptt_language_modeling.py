@@ -156,6 +156,8 @@ class BpttLanguageModelingTask(LanguageModelingTask):
         lines = data_utils.load_indexed_dataset(path, self.dictionary, self.args.dataset_impl, combine=combine)
         if lines is None:
             raise FileNotFoundError(f"Dataset not found: {split} ({path})")
+        if len(lines) == 0:
+            raise UserError(f"{path}.bin holds no line: check the text that it was made from")
         tokens = torch.cat([lines[i] for i in range(len(lines))]).int()
         if self.args.remove_eos:
             tokens = tokens[tokens != self.dictionary.eos()]
@@ -182,7 +184,8 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             )  # fmt: skip
         if max_sentences is None:
             raise UserError("--task bptt_language_modeling needs --batch-size, the number of columns")
-        training = dataset.split == self.args.train_subset
+        # Evaluation may be of the training text too; only the iterator that fairseq trains with has this option.
+        training = dataset.split == self.args.train_subset and "grouped_shuffling" in kwargs
         lengths = self.args.tokens_per_sample
         if training:
             lengths = draw_segment_lengths(

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# text8 (the first 100M characters of a cleaned Wikipedia; Mahoney 2011) for fairseq: a token for each character.
+# A rerun continues where the last one stopped: every file appears under its name only when it is whole.
+set -euo pipefail
+
+usage="usage: prepare.sh [--from DIR] [--out DIR] [--characters TRAIN,VALID,TEST] [--workers N]
+  --from DIR         take text8, text8.gz or text8.zip from DIR instead of downloading
+  --out DIR          binarized data, the text in DIR/text (default: data-bin/text8)
+  --characters L     so many from the beginning, then so many, then so many (default: 90000000,5000000,5000000)
+  --workers N        processes of fairseq-preprocess (default: 2)"
+root=$(cd "$(dirname "$0")/../.." && pwd)
+source "$root/scripts/language_modeling.sh"
+
+from="" out=data-bin/text8 characters=90000000,5000000,5000000 dict="" workers=2
+while [ $# -gt 0 ]; do
+  case $1 in -h | --help) echo "$usage"; exit ;; esac
+  [ $# -gt 1 ] || die "$1 needs a value, or is no option; see prepare.sh --help"
+  case $1 in
+    --from) from=$2 ;; --out) out=$2 ;; --characters) characters=$2 ;; --workers) workers=$2 ;;
+    *) die "unknown option $1; see prepare.sh --help" ;;
+  esac
+  shift 2
+done
+positive --workers "$workers"
+[[ $characters =~ ^[1-9][0-9]*,[1-9][0-9]*,[1-9][0-9]*$ ]] ||
+  die "--characters is '$characters', allowed are three positive whole numbers with commas between them"
+IFS=, read -r train valid test <<<"$characters"
+[ -z "$from" ] || { [ -d "$from" ] && from=$(cd "$from" && pwd); } || die "--from $from is no folder that can be read"
+url=${TEXT8_URL:-http://mattmahoney.net/dc/text8.zip}
+begin "$out" "from ${from:-$url}, characters $characters"
+
+if [ ! -f "$text/text8" ] && { [ -z "$from" ] || ! take text8 text8; }; then
+  archive=${from:-$text}/text8.zip
+  [ -n "$from" ] || fetch "$archive" "$url" zip_test
+  [ -f "$archive" ] || die "--from has none of $from/text8, text8.gz and text8.zip"
+  make "$text/text8" zip_member "$archive" text8 || die "$archive holds no text8 that can be read"
+fi
+size=$(tr -d '\n' <"$text/text8" | LC_ALL=C tr -cd 'a-z ' | wc -c)
+total=$(tr -d '\n' <"$text/text8" | wc -c)
+[ "$size" -eq "$total" ] || die "$text/text8 is not text8: $((total - size)) of its bytes are neither a to z nor the space"
+[ "$total" -ge $((train + valid + test)) ] ||
+  die "$text/text8 has $((total)) characters, --characters $characters asks for $((train + valid + test))"
+[ -n "$from" ] || sums md5 3bea1919949baf155f99411df5fada7e "$text/text8" ||
+  die "$text/text8 is not the text8 of the papers; remove $out and run it again"
+
+part() { # part BEGIN LENGTH: tokens in lines of 10,000, because fairseq holds a line in memory
+  tr -d '\n' <"$text/text8" | { head -c $(($1 + $2)); cat >/dev/null; } | tail -c "$2" | tr ' ' _ | fold -b -w 10000 | LC_ALL=C sed 's/./& /g' | awk 1
+}
+make "$text/train" part 0 "$train"
+make "$text/valid" part "$train" "$valid"
+make "$text/test" part $((train + valid)) "$test"
+
+dictionary "$text"/{train,valid,test}
+binarize "$out" --trainpref "$text/train" --validpref "$text/valid" --testpref "$text/test"
+symbols=$(lines "$out/dict.txt")
+[ "$symbols" -eq 27 ] || echo "prepare.sh: text8 has 27 symbols, this text $symbols" >&2
+echo "prepare.sh: $out is ready: $symbols symbols, $train training, $valid validation and $test test characters"

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# AWD-LSTM on WikiText-2 with one of the output layers: stock fairseq-train, all flags below.
+# On a GPU where there is one, else on the CPU. A rerun with the same --save goes on from its last checkpoint.
+set -euo pipefail
+
+usage="usage: train.sh softmax|mos|moc|mixtape [--finetune] [--data DIR] [--save DIR] [--seed N] [flags of fairseq-train, which win over those here]
+  --finetune    the second stage, after the first has ended: averaged SGD from its best weights, into DIR/finetuned
+  --data DIR    what prepare.sh wrote (default: data-bin/wikitext2)
+  --save DIR    checkpoints and train.log (default: checkpoints/wikitext2.LAYER.seedN)
+  --seed N      default: 1882, as in the papers"
+root=$(cd "$(dirname "$0")/../.." && pwd)
+source "$root/scripts/language_modeling.sh"
+
+case ${1-} in
+  softmax | mos | moc | mixtape) layer=$1 ;;
+  -h | --help) echo "$usage"; exit ;;
+  *) die "the output layer is '${1-}', allowed are softmax, mos, moc and mixtape; see train.sh --help" ;;
+esac
+shift
+data=data-bin/wikitext2 save="" seed="" finetune="" extra=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    -h | --help) echo "$usage"; exit ;;
+    --finetune) finetune=1; shift ;;
+    --data | --save | --seed)
+      [ $# -gt 1 ] || die "$1 needs a value; see train.sh --help"
+      case $1 in --data) data=$2 ;; --save) save=$2 ;; --seed) seed=$2 ;; esac
+      shift 2 ;;
+    *) extra+=("$1"); shift ;;
+  esac
+done
+case $layer in
+  # Merity et al. 2018
+  softmax) arch=awd_lstm_lm_wikitext2 lr=30 finetune_lr=30 batch=80 default_seed=1882 epochs=750 segments=() ;;
+  # Yang et al. 2018; MoC and Mixtape with the values of MoS
+  *) arch=awd_lstm_lm_wikitext2_$layer lr=15 finetune_lr=20 batch=15 default_seed=1882 epochs=1000 segments=(--small-batch-size 5 --max-segment-length 90) ;;
+esac
+seed=${seed:-$default_seed}
+save=${save:-checkpoints/wikitext2.$layer.seed$seed}
+[ -f "$data/dict.txt" ] || die "--data $data holds no binarized data; run prepare.sh first"
+if [ -n "$finetune" ]; then
+  [ -f "$save/checkpoint_best.pt" ] || die "$save holds no checkpoint_best.pt; run train.sh $layer without --finetune first"
+  stage=(--lr "$finetune_lr" --finetune-from-model "$save/checkpoint_best.pt" --averaging-epoch 0 --stop-when-nonmonotone)
+  save=$save/finetuned
+else
+  stage=(--lr "$lr")
+fi
+
+mkdir -p "$save"
+fairseq-train "$data" --user-dir "$root/mixtape_plugin" --save-dir "$save" --seed "$seed" \
+  --task bptt_language_modeling --tokens-per-sample 70 "${segments[@]+"${segments[@]}"}" \
+  --arch "$arch" --criterion awd_lstm_cross_entropy --ar-alpha 2 --tar-beta 1 \
+  --optimizer nt_asgd --weight-decay 1.2e-6 --clip-norm 0.25 "${stage[@]}" \
+  --batch-size "$batch" --batch-size-valid 10 --max-epoch "$epochs" --no-epoch-checkpoints \
+  --log-format simple --log-interval 200 "${extra[@]+"${extra[@]}"}" 2>&1 | tee -a "$save/train.log"

@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""The continuous cache pointer (Grave et al. 2017) over an AWD-LSTM language model: what was said lately is likelier.
+
+    python scripts/cache_pointer.py data-bin/ptb --path checkpoints/checkpoint_best.pt --dataset ptb
+    python scripts/cache_pointer.py data-bin/ptb --path checkpoints/checkpoint_best.pt --dataset ptb --search
+
+p = (1-lambda) p_vocab + lambda p_cache, and p_cache(x) sums exp(theta h_t·h_i) over those of the last --window tokens
+that were followed by x, h the last layer's output. Nothing is trained, and the checkpoint is only read.
+Prints the static perplexity and that with the cache.
+
+--search tries all of --weights, --thetas and --windows together on the validation text, prints them as a table, writes
+them to search.csv and search.png in --out, and scores the test text with the best.
+"""
+
+import argparse
+import logging
+import sys
+from itertools import product
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+if __name__ == "__main__":  # before fairseq is imported, which sets a level that floods the terminal
+    logging.basicConfig(level=logging.WARNING)
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from mixtape_plugin.analysis import grid_search  # noqa: E402
+from mixtape_plugin.analysis.cache_pointer import (  # noqa: E402
+    PAPER_SETTINGS,
+    cache_log_probs,
+    cache_pointer,
+    mix,
+    predict_text,
+)
+from mixtape_plugin.analysis.language_model import load_language_model, score, text  # noqa: E402
+from mixtape_plugin.errors import UserError  # noqa: E402
+
+WEIGHTS = [0.05, 0.1, 0.15, 0.2, 0.3]
+THETAS = [0.1, 0.3, 0.66, 1.0, 1.5]
+WINDOWS = {"ptb": [100, 500, 2000], "wikitext2": [500, 2000, 3785]}
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", help="folder that fairseq-preprocess wrote")
+    parser.add_argument("--path", required=True, help="checkpoint of --arch awd_lstm_lm")
+    parser.add_argument("--subset", default="test", help="split to score (default: %(default)s)")
+    parser.add_argument(
+        "--dataset", choices=PAPER_SETTINGS, default="ptb", help="whose hyper-parameters to use (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--weight", "--lambda", type=float, help="lambda, the cache's share (the paper's: ptb .1, wikitext2 .1279)"
+    )
+    parser.add_argument("--theta", type=float, help="sharpness (the paper's: ptb 1, wikitext2 .662)")
+    parser.add_argument("--window", type=int, help="tokens in the cache (the paper's: ptb 500, wikitext2 3785)")
+    parser.add_argument(
+        "--segment-length", type=int, default=70, help="tokens read at once; changes no result (default: %(default)s)"
+    )
+    parser.add_argument("--search", action="store_true", help="choose all three on the validation text")
+    grids = {"weights": (float, WEIGHTS), "thetas": (float, THETAS), "windows": (int, None)}
+    for name, (number, values) in grids.items():
+        shown = " ".join(map(str, values or "100 500 2000, wikitext2 500 2000 3785".split()))
+        parser.add_argument(
+            f"--{name}", type=number, nargs="+", default=values, help=f"grid of --search (default: {shown})"
+        )
+    parser.add_argument(
+        "--out", type=Path, default=Path("cache_pointer_run"), help="folder of --search (default: %(default)s)"
+    )
+    parser.add_argument("--cpu", action="store_true", help="use the CPU where there is a GPU, too")
+    args = parser.parse_args(argv)
+    for name, value in PAPER_SETTINGS[args.dataset].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.windows = args.windows or WINDOWS[args.dataset]
+    check(args)
+    return args
+
+
+def check(args):
+    """Raises UserError for the first option whose value is not allowed."""
+    allowed = {
+        "weight": (0 <= args.weight < 1, "from 0 to less than 1"),
+        "theta": (args.theta >= 0, "0 or more"),
+        "window": (args.window >= 1, "at least 1"),
+        "segment_length": (args.segment_length >= 1, "at least 1"),
+        "weights": (all(0 <= weight < 1 for weight in args.weights), "from 0 to less than 1, each"),
+        "thetas": (min(args.thetas) >= 0, "0 or more, each"),
+        "windows": (min(args.windows) >= 1, "at least 1, each"),
+    }
+    for name, (holds, what) in allowed.items():
+        if not holds:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is not allowed: {what}")
+
+
+def progress_bar(name, tokens):
+    return tqdm(total=tokens, desc=name, unit="tok", mininterval=0.5 if sys.stderr.isatty() else 10)
+
+
+def search(args, predictions):
+    """A row for each λ, θ and window; the cache is worked out once for all λ."""
+    rows = []
+    grid = list(product(args.windows, args.thetas))
+    with progress_bar("search", len(grid) * len(predictions.targets)) as bar:
+        for window, theta in grid:
+            cache = cache_log_probs(predictions.hidden, predictions.targets, theta, window, bar.update)
+            for weight in args.weights:
+                found = score(mix(predictions.log_probs, cache, weight))
+                rows.append(
+                    {
+                        "window": window,
+                        "theta": theta,
+                        "weight": weight,
+                        "perplexity": found.perplexity,
+                        "tokens": found.tokens,
+                    }
+                )
+    return rows
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    model, task = load_language_model(args.path, args.data)
+    if args.search:
+        grid_search.make_folder(args.out)
+    model.to("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
+
+    def read(split):
+        with progress_bar(split, len(text(task, split))) as bar:
+            return predict_text(model, task, split, args.segment_length, bar.update)
+
+    text(task, args.subset)  # a split that is missing, before anything takes time
+    if args.search:
+        rows = search(args, read("valid"))
+        grid_search.save(rows, args.out, "theta", "weight", "continuous cache pointer, valid, at the best window")
+        winner = grid_search.best(rows)
+        args.weight, args.theta, args.window = winner["weight"], winner["theta"], winner["window"]
+        print(f"valid:\n{grid_search.table(rows)}\n\nTable and heat map: {args.out}/search.csv, search.png\n")
+
+    predictions = read(args.subset)
+    static = score(predictions.log_probs)
+    with progress_bar("cache", static.tokens) as bar:
+        cached = cache_pointer(predictions, args.weight, args.theta, args.window, bar.update)
+    print(f"{args.subset}: {static.tokens:,} tokens, static perplexity {static.perplexity:.3f}")
+    print(
+        f"{args.subset}: {cached.tokens:,} tokens, perplexity with cache {cached.perplexity:.3f} "
+        f"(lambda {args.weight:g}, theta {args.theta:g}, window {args.window:,})"
+    )
+
+
+if __name__ == "__main__":
+    main()

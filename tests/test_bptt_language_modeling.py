@@ -1,0 +1,452 @@
+"""Language models through fairseq's commands: counting, evaluation, resume, processes, small batches, bad input."""
+
+import math
+import signal
+import sys
+
+import pytest
+import torch
+from conftest import USER_DIR, console_script, parse_log, run, start
+from test_training import KILLED_BEFORE_UPDATE_6, assert_same_parameters, free_port, loss_curve
+
+from mixtape_plugin.analysis.language_model import load_language_model, perplexity
+from mixtape_plugin.errors import UserError
+
+VALID_TOKENS = 50 * 9  # lines of 8 words and </s>
+NO_DROPOUT = "--dropout 0 --input-dropout 0 --hidden-dropout 0 --embedding-dropout 0 --weight-dropout 0".split()
+
+
+def write_text(path, lines, seed):
+    """Lines of 8 of 20 words, each likely to be followed by the next in the list."""
+    generator = torch.Generator().manual_seed(seed)
+    with open(path, "w") as file:
+        for _ in range(lines):
+            word = int(torch.randint(20, (), generator=generator))
+            words = []
+            for _ in range(8):
+                words.append(f"w{word}")
+                word = (word + 1 + int(torch.rand((), generator=generator) < 0.3)) % 20
+            file.write(" ".join(words) + "\n")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for seed, (split, lines) in enumerate({"train": 200, "valid": 50, "test": 30}.items()):
+        write_text(folder / split, lines, seed)
+    (folder / "blank").write_text("\nw1 w2\n\n")
+    (folder / "short").write_text("w1 w2\n")
+    (folder / "foreign").write_text("w1 xyzzy w2\nplugh\n")
+    prefixes = [f"--trainpref={folder}/train", f"--validpref={folder}/valid"]
+    tests = ",".join(str(folder / name) for name in ("test", "blank", "short", "foreign"))
+    run("preprocess", "--only-source", *prefixes, f"--testpref={tests}", "--destdir", folder / "bin")
+    return folder / "bin"
+
+
+def lm_args(data, save_dir, *more):
+    """A small training: 4 columns, epochs of 450 steps in segments of about 35."""
+    folders = [data, "--save-dir", save_dir, "--user-dir", USER_DIR, "--task", "bptt_language_modeling"]
+    model = "--arch awd_lstm_lm --embed-dim 8 --hidden-sizes 12,10 --gate-dim 5 --gate-noise 0"
+    training = "--criterion awd_lstm_cross_entropy --optimizer nt_asgd --lr 5 --clip-norm 0.25 --weight-decay 1e-5"
+    batches = "--batch-size 4 --batch-size-valid 3 --tokens-per-sample 35"
+    logs = "--log-format json --log-interval 1 --cpu --num-workers 0"
+    return [*folders, *f"{model} {training} {batches} {logs}".split(), *more]
+
+
+def evaluate(data, path, *more):
+    """Perplexity and number of tokens that fairseq-eval-lm prints."""
+    args = [data, "--user-dir", USER_DIR, "--task", "bptt_language_modeling", "--path", path, "--cpu"]
+    lines = run("eval_lm", *args, "--num-workers", 0, *more).stdout.splitlines()
+    (result,) = (line for line in lines if "Perplexity: " in line)
+    (counted,) = (line for line in lines if "Evaluated " in line)
+    loss = float(result.split("Loss (base 2): ")[1].split(",")[0])
+    return loss, int(counted.split("Evaluated ")[1].split()[0].replace(",", ""))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    more = "--optimizer adam --lr 0.05 --max-epoch 6 --no-epoch-checkpoints".split()
+    log = run("train", *lm_args(text, folder, *NO_DROPOUT, *more)).log
+    assert float(log["valid"][-1]["valid_ppl"]) < 15, "20 words, of which it has to learn something"
+    return folder / "checkpoint_last.pt", log
+
+
+# -------------------------------------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.slow
+def test_every_evaluation_agrees(text, checkpoint):
+    """Whatever the segment length, through validation, fairseq-eval-lm, fairseq-validate and our own loop."""
+    path, log = checkpoint
+    valid = log["valid"][-1]
+    assert valid["valid_loss"] == valid["valid_nll_loss"]
+    for length in 1, 7, 35, 70:
+        flags = ["--gen-subset", "valid", "--batch-size", 3, "--tokens-per-sample", length]
+        loss, tokens = evaluate(text, path, *flags)
+        assert tokens == VALID_TOKENS
+        assert loss == pytest.approx(float(valid["valid_loss"]), abs=6e-4)  # both are rounded
+        model, task = load_language_model(str(path), str(text))
+        assert math.log2(perplexity(model, task, "valid", columns=3, length=length).perplexity) == pytest.approx(
+            loss, abs=1e-4
+        )
+    args = [text, "--user-dir", USER_DIR, "--task", "bptt_language_modeling", "--path", path, "--cpu"]
+    args += "--valid-subset valid --batch-size 3 --num-workers 0 --log-format json".split()
+    line = run("validate", *args).log["valid"][-1]
+    assert float(line["valid_loss"]) == pytest.approx(float(valid["valid_loss"]), abs=6e-4)
+
+
+@pytest.mark.slow
+def test_test_set_one_column_by_default(text, checkpoint):
+    path, _ = checkpoint
+    assert evaluate(text, path, "--gen-subset", "test") == evaluate(
+        text, path, "--gen-subset", "test", "--batch-size", 1
+    )
+    assert evaluate(text, path, "--gen-subset", "test")[1] == 30 * 9
+
+
+@pytest.mark.slow
+def test_blank_lines_and_unknown_words_count(text, checkpoint):
+    path, _ = checkpoint
+    assert evaluate(text, path, "--gen-subset", "test1")[1] == 5  # two blank lines, two words, a </s>
+    assert evaluate(text, path, "--gen-subset", "test3")[1] == 6
+    args = [text, "--user-dir", USER_DIR, "--task", "bptt_language_modeling", "--path", path, "--cpu"]
+    assert "6 tokens, 2 of them <unk>" in run("eval_lm", *args, "--gen-subset", "test3").stdout
+
+
+@pytest.mark.slow
+def test_continues_a_prompt(text, checkpoint, monkeypatch):
+    path, _ = checkpoint
+    monkeypatch.setattr("fairseq_cli.interactive.fileinput.input", lambda **_: open_lines(["w3 w4 w5"]))
+    args = [text, "--user-dir", USER_DIR, "--task", "bptt_language_modeling", "--path", path, "--cpu", "--beam", 2]
+    stdout = run("interactive", *args).stdout
+    (best,) = (line.split("\t")[2] for line in stdout.splitlines() if line.startswith("H-"))
+    assert best.startswith("w3 w4 w5 w")
+    for masked in "madeupword", "<s>", "<pad>":
+        assert masked not in best
+
+
+def open_lines(lines):
+    class Lines(list):
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    return Lines(line + "\n" for line in lines)
+
+
+# ---------------------------------------------------------------------------------------------------- training
+
+
+def test_log_says_what_training_leaves_out(text, tmp_path):
+    more = "--batch-size 7 --max-epoch 1 --tokens-per-sample 99 --no-save".split()
+    output = run("train", *lm_args(text, tmp_path, *more))
+    assert "train: 1 of 1,800 tokens do not fill a step of 7 columns and are left out" in output.stdout
+    assert sum(float(line["wpb"]) for line in output.log["train_inner"]) == 1799
+
+
+@pytest.mark.slow
+def test_small_batches_equal_the_whole(text, tmp_path):
+    """Gradients of 4 columns at once, and of 3 and 1: the same training, up to rounding."""
+    more = [*NO_DROPOUT, "--max-epoch", 1, "--no-epoch-checkpoints", "--weight-decay", 0]
+    logs = []
+    for size in 4, 3:
+        args = lm_args(text, tmp_path / str(size), *more, "--small-batch-size", size)
+        logs.append([float(line["nll_loss"]) for line in run("train", *args).log["train_inner"]])
+    assert logs[0] == pytest.approx(logs[1], abs=2e-3) and len(logs[0]) > 10
+    # The last segments' penalties are means over 3 columns and 1, weighted: the same mean.
+    assert_same_parameters(*(tmp_path / size / "checkpoint_last.pt" for size in "43"), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [28])
+def test_learning_rate_follows_the_segment_after_clipping(text, tmp_path, seed, monkeypatch):
+    """Each SGD step is lr·L/base times the clipped gradient."""
+    from mixtape_plugin.tasks.bptt_language_modeling import BpttLanguageModelingTask
+
+    steps = []
+    optimizer_step = BpttLanguageModelingTask.optimizer_step
+
+    def watched_step(task, optimizer, model, update_num):
+        before = [p.detach().clone() for p in optimizer.params]
+        gradients = [p.grad.clone() for p in optimizer.params]
+        optimizer_step(task, optimizer, model, update_num)
+        moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(optimizer.params, before)])
+        steps.append((task.lr_scale, moved, torch.cat([g.flatten() for g in gradients]), optimizer.get_lr()))
+
+    monkeypatch.setattr(BpttLanguageModelingTask, "optimizer_step", watched_step)
+    run("train", *lm_args(text, tmp_path, "--max-update", 4, "--seed", seed, "--weight-decay", 0, "--no-save"))
+    assert len({scale for scale, *_ in steps}) > 1
+    for scale, moved, gradient, lr in steps:
+        assert gradient.norm() < 0.2501 and lr == 5
+        torch.testing.assert_close(moved, -5 * scale * gradient, rtol=1e-3, atol=1e-6)
+
+
+# The history of the toy training does not matter here: the trigger is forced by its epoch, or by validation.
+RESUMES = {
+    "sgd": ["--nonmono", 5],
+    "asgd": ["--averaging-epoch", 0],
+    "trigger": ["--averaging-epoch", 1],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", RESUMES)
+def test_resume_after_a_kill_in_mid_epoch_equals_an_uninterrupted_run(phase, text, tmp_path):
+    """Killed after update 5, the last checkpoint being that of update 4: the hidden state is carried over."""
+    more = [*RESUMES[phase], "--save-interval-updates", 4, "--max-epoch", 3, "--seed", 3, "--small-batch-size", 3]
+    more += ["--context-dropout", 0.2, "--locked-context-dropout", "--gate-noise", 0.1]
+    process = start(sys.executable, "-c", KILLED_BEFORE_UPDATE_6, *lm_args(text, tmp_path / "killed", *more))
+    uninterrupted = run("train", *lm_args(text, tmp_path / "whole", *more)).log
+    stdout, stderr = process.communicate()
+    assert process.returncode == -signal.SIGKILL, stderr
+    resumed = run("train", *lm_args(text, tmp_path / "killed", *more)).log
+    assert min(loss_curve(resumed)) == 5
+    assert loss_curve(parse_log(stdout), resumed) == loss_curve(uninterrupted)
+    assert resumed["valid"][-1]["valid_loss"] == uninterrupted["valid"][-1]["valid_loss"]
+    check_same_checkpoints(tmp_path, phase)
+
+
+def check_same_checkpoints(tmp_path, phase):
+    paths = [tmp_path / name / "checkpoint_last.pt" for name in ("whole", "killed")]
+    whole, again = (torch.load(path, weights_only=True) for path in paths)
+    assert_same_parameters(*paths, rtol=0, atol=0)
+    state, other = whole["last_optimizer_state"], again["last_optimizer_state"]
+    assert state["phase"] == other["phase"] == ("sgd" if phase == "sgd" else "asgd")
+    assert state["history"] == other["history"]
+    if phase != "sgd":
+        assert all(torch.equal(raw, other_raw) for raw, other_raw in zip(state["raw"], other["raw"]))
+        first = next(iter(whole["model"].values()))
+        assert not torch.equal(first, state["raw"][0]), "the model holds the average, not the raw weights"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [2, 3, 4])
+def test_resume_at_an_epochs_end_equals_an_uninterrupted_run(last, text, tmp_path, monkeypatch):
+    """Before, at and after the epoch whose validation triggers averaging, which is the third."""
+    from mixtape_plugin.optim.nt_asgd import NTASGD
+
+    end_epoch = NTASGD.end_epoch
+    monkeypatch.setattr(  # each validation worse than the one before: the trigger fires as soon as it may
+        NTASGD, "end_epoch", lambda optimizer, loss: end_epoch(optimizer, len(optimizer.history) + loss * 0)
+    )
+    more = ["--nonmono", 1, "--seed", 3, "--batch-size", 8]
+    uninterrupted = run("train", *lm_args(text, tmp_path / "whole", *more, "--max-epoch", 5)).log
+    run("train", *lm_args(text, tmp_path / "killed", *more, "--max-epoch", last))
+    phase = torch.load(tmp_path / "killed" / "checkpoint_last.pt", weights_only=True)["last_optimizer_state"]["phase"]
+    assert phase == ("sgd" if last < 3 else "asgd")
+    resumed = run("train", *lm_args(text, tmp_path / "killed", *more, "--max-epoch", 5)).log
+    curve = loss_curve(uninterrupted)
+    assert loss_curve(resumed) == {update: curve[update] for update in loss_curve(resumed)}
+    assert len(resumed["valid"]) == 5 - last
+    check_same_checkpoints(tmp_path, "asgd")
+
+
+@pytest.mark.slow
+def test_the_average_is_saved_without_validation_too(text, tmp_path):
+    more = ["--averaging-epoch", 0, "--max-epoch", 1, "--disable-validation"]
+    run("train", *lm_args(text, tmp_path, *more))
+    state = torch.load(tmp_path / "checkpoint_last.pt", weights_only=True)
+    average = [entry["ax"] for entry in state["last_optimizer_state"]["optimizer"]["state"].values()]
+    assert all(any(torch.equal(ax, value) for value in state["model"].values()) for ax in average)
+
+
+@pytest.mark.slow
+def test_fine_tuning_ends_by_itself(text, checkpoint, tmp_path, monkeypatch):
+    from mixtape_plugin.optim.nt_asgd import NTASGD
+
+    end_epoch = NTASGD.end_epoch
+    monkeypatch.setattr(
+        NTASGD, "end_epoch", lambda optimizer, loss: end_epoch(optimizer, len(optimizer.history) + loss * 0)
+    )
+    path, _ = checkpoint
+    more = ["--finetune-from-model", path, "--averaging-epoch", 0, "--stop-when-nonmonotone", "--nonmono", 2]
+    log = run("train", *lm_args(text, tmp_path, *more, "--max-epoch", 9, "--no-epoch-checkpoints")).log
+    assert len(log["valid"]) == 4
+    log = run("train", *lm_args(text, tmp_path, *more, "--max-epoch", 9)).log
+    assert "train_inner" not in log, "started again it has nothing to do"
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one_with_as_many_columns(text, tmp_path):
+    """2·2 columns are 4; validation shares its 3. A kill in mid-epoch loses neither's hidden state."""
+    more = [*NO_DROPOUT, "--max-epoch", 1, "--averaging-epoch", 0, "--save-interval-updates", 4, "--max-update", 9]
+    one = run("train", *lm_args(text, tmp_path / "one", *more)).log
+    gloo = "--ddp-backend legacy_ddp --distributed-backend gloo --distributed-no-spawn --distributed-world-size 2"
+
+    def train_two(*more):
+        args = [*gloo.split(), "--distributed-init-method", f"tcp://127.0.0.1:{free_port()}", "--distributed-rank"]
+        args = lm_args(text, tmp_path / "two", *more, "--batch-size", 2, *args)
+        ranks = [start(console_script("train"), *args, rank) for rank in (0, 1)]
+        outputs = [rank.communicate() for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], outputs
+        return parse_log(outputs[0][0])
+
+    first = train_two(*more, "--max-update", 4)
+    rest = train_two(*more)
+    lines = first["train_inner"] + rest["train_inner"]
+    for name in "num_updates", "wpb":
+        assert [line[name] for line in lines] == [line[name] for line in one["train_inner"]]
+    losses = [[float(line["loss"]) for line in log] for log in (lines, one["train_inner"])]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+    assert float(rest["valid"][-1]["valid_loss"]) == pytest.approx(float(one["valid"][-1]["valid_loss"]), abs=2e-3)
+    paths = [tmp_path / name / "checkpoint_last.pt" for name in ("one", "two")]
+    assert_same_parameters(*paths, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_bf16_averages_in_float32(text, tmp_path):
+    more = ["--bf16", "--averaging-epoch", 0, "--max-epoch", 2, "--no-epoch-checkpoints", "--lr", 20]
+    run("train", *lm_args(text, tmp_path, *more))
+    state = torch.load(tmp_path / "checkpoint_last.pt", weights_only=True)
+    optimizer = state["last_optimizer_state"]
+    average, raw = (
+        torch.cat([part.flatten() for part in parts])
+        for parts in ([entry["ax"] for entry in optimizer["optimizer"]["state"].values()], optimizer["raw"])
+    )
+    assert not torch.equal(average, average.bfloat16().float())
+    tied = "decoder.output_projection.weight"
+    model = torch.cat([value.flatten() for name, value in state["model"].items() if name != tied])
+    assert torch.equal(model, average.bfloat16().float())
+    assert not torch.equal(raw, average)
+
+
+@pytest.mark.slow
+def test_shards_one_an_epoch(text, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    write_text(tmp_path / "train", 100, 9)
+    dictionary = ["--srcdict", text / "dict.txt"]
+    run("preprocess", "--only-source", "--trainpref", tmp_path / "train", "--destdir", other, *dictionary)
+    more = ["--max-epoch", 3, "--no-epoch-checkpoints", "--batch-size", 10]
+    lines = run("train", *lm_args(f"{text}:{other}", tmp_path / "save", *more)).stdout.splitlines()
+    sizes = [line.split("/train: ")[1] for line in lines if "/train: " in line]
+    assert [size.split()[0] for size in sizes][:3] == ["1,800", "900", "1,800"]
+
+
+@pytest.mark.slow
+def test_characters_without_lines(tmp_path):
+    """27 symbols, </s> and <unk> masked: bits per character of a uniform model are log2 27."""
+    letters = "abcdefghijklmnopqrstuvwxyz_"
+    for split, repeats in ("train", 40), ("valid", 10):
+        lines = [" ".join(letters)] * repeats
+        (tmp_path / split).write_text("\n".join(lines) + "\n")
+    prefixes = [f"--{split}pref={tmp_path}/{split}" for split in ("train", "valid")]
+    run("preprocess", "--only-source", "--padding-factor", 1, "--destdir", tmp_path / "bin", *prefixes)
+    more = ["--remove-eos", "--report-bpc", "--lr", 1e-9, "--max-epoch", 1, "--frequent-ratio", 1]
+    log = run("train", *lm_args(tmp_path / "bin", tmp_path / "save", *more, "--output-layer", "mos")).log
+    assert float(log["valid"][-1]["valid_bpc"]) == pytest.approx(math.log2(27), abs=0.02)
+    path = tmp_path / "save" / "checkpoint_last.pt"
+    assert evaluate(tmp_path / "bin", path, "--gen-subset", "valid", "--remove-eos")[1] == 270
+    with pytest.raises(UserError, match="the checkpoint was trained with --remove-eos: do the same here"):
+        evaluate(tmp_path / "bin", path, "--gen-subset", "valid")
+
+
+# --------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "option, value, allowed",
+    [
+        ("--tokens-per-sample", 0, "at least 1"),
+        ("--segment-length-std", -1.0, "0 or more"),
+        ("--short-segment-probability", 1.5, "from 0 to 1"),
+        ("--min-segment-length", 0, "at least 1"),
+        ("--max-segment-length", 0, "at least 1, or left out"),
+        ("--small-batch-size", 0, "at least 1, or left out"),
+        ("--embed-dim", 0, "at least 1"),
+        ("--hidden-sizes", "12,x", "whole numbers"),
+        ("--weight-dropout", 1.0, "from 0 to less than 1"),
+        ("--ar-alpha", -1.0, "0 or more"),
+        ("--nonmono", 0, "at least 1"),
+        ("--averaging-epoch", -1, "0 or more"),
+    ],
+)
+def test_options_are_checked(option, value, allowed, text, tmp_path):
+    with pytest.raises(UserError, match=f"{option} {value} is not allowed: {allowed}"):
+        run("train", *lm_args(text, tmp_path, f"{option}={value}"))
+
+
+def test_text_shorter_than_its_columns(text, checkpoint, tmp_path):
+    with pytest.raises(UserError, match="the test2 text has 3 tokens, too few for 4 columns"):
+        evaluate(text, checkpoint[0], "--gen-subset", "test2", "--batch-size", 4)
+    with pytest.raises(UserError, match="the train text has 1800 tokens, too few for 2000 columns"):
+        run("train", *lm_args(text, tmp_path, "--batch-size", 2000))
+
+
+def test_empty_text(text, tmp_path):
+    (tmp_path / "train").write_text("")
+    run(
+        "preprocess",
+        "--only-source",
+        "--trainpref",
+        tmp_path / "train",
+        "--destdir",
+        tmp_path,
+        "--srcdict",
+        text / "dict.txt",
+    )
+    with pytest.raises(UserError, match="train.bin holds no (line|sentence)"):
+        run("train", *lm_args(tmp_path, tmp_path / "save", "--disable-validation"))
+
+
+def test_no_batch_size(text, tmp_path):
+    args = [arg for arg in lm_args(text, tmp_path) if arg not in ("--batch-size", "4")]
+    with pytest.raises(UserError, match="needs --batch-size"):
+        run("train", *args, "--max-tokens", 100)
+
+
+def test_dictionary_that_does_not_match_the_checkpoint(text, checkpoint, tmp_path):
+    (tmp_path / "valid").write_text("w1 w2 w3\n" * 9)
+    symbols = (text / "dict.txt").read_text().splitlines()
+    (tmp_path / "dict.txt").write_text("\n".join(symbols[1::-1] + symbols[2:]) + "\n")
+    run(
+        "preprocess",
+        "--only-source",
+        "--validpref",
+        tmp_path / "valid",
+        "--destdir",
+        tmp_path / "bin",
+        "--srcdict",
+        tmp_path / "dict.txt",
+    )
+    with pytest.raises(UserError, match="is not the one that the checkpoint was trained with"):
+        evaluate(tmp_path / "bin", checkpoint[0], "--gen-subset", "valid")
+
+
+@pytest.mark.slow
+def test_loss_that_is_not_finite_keeps_the_last_checkpoint(text, tmp_path):
+    run("train", *lm_args(text, tmp_path, "--max-epoch", 1))
+    last = tmp_path / "checkpoint_last.pt"
+    before = last.read_bytes()
+    state = torch.load(last, weights_only=True)
+    updates = state["optimizer_history"][-1]["num_updates"]
+    state["model"]["decoder.layers.1.bias_hh"][0] = math.nan
+    torch.save(state, tmp_path / "poisoned.pt")
+    more = ["--restore-file", tmp_path / "poisoned.pt", "--max-epoch", 2]
+    with pytest.raises(UserError, match=rf"the loss is nan at update {updates + 1} \(epoch 2\)"):
+        run("train", *lm_args(text, tmp_path, *more))
+    assert last.read_bytes() == before
+
+
+def test_stock_label_smoothing_is_refused(text, tmp_path):
+    more = ["--criterion", "label_smoothed_cross_entropy", "--label-smoothing", 0.1]
+    args = [arg for arg in lm_args(text, tmp_path, *more)]
+    with pytest.raises(UserError, match="gives mass to symbols that cannot be predicted"):
+        run("train", *args)
+
+
+def test_dataset_that_is_missing(text, checkpoint):
+    with pytest.raises(FileNotFoundError, match="Dataset not found: test9"):
+        evaluate(text, checkpoint[0], "--gen-subset", "test9")
+
+
+@pytest.mark.slow
+def test_the_training_text_is_evaluated_whole(text, checkpoint):
+    """7 columns leave a remainder, which only training drops."""
+    assert evaluate(text, checkpoint[0], "--gen-subset", "train", "--batch-size", 7)[1] == 1800
+    args = [text, "--user-dir", USER_DIR, "--task", "bptt_language_modeling", "--path", checkpoint[0], "--cpu"]
+    args += "--valid-subset train --batch-size 7 --num-workers 0 --log-format json".split()
+    assert float(run("validate", *args).log["train"][-1]["train_wpb"]) == 1800

@@ -1,0 +1,214 @@
+"""The continuous cache pointer against a loop over all pairs of tokens."""
+
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from toy_language_models import (
+    EOS,
+    SCRIPTS,
+    ToyTask,
+    V,
+    build,
+    load_script,
+    predict_by_hand,
+    random_text,
+    read_csv,
+    repetitive_text,
+    train,
+)
+
+from mixtape_plugin.analysis import cache_pointer as module
+from mixtape_plugin.analysis.cache_pointer import PAPER_SETTINGS, cache_log_probs, cache_pointer, mix, predict_text
+from mixtape_plugin.analysis.language_model import load_language_model, perplexity
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.output_layers import OUTPUT_LAYERS
+
+
+def cache_by_hand(hidden, targets, t, theta, window):
+    """p_cache over the vocabulary for target t (Grave et al. 2017, eq. 3), or None where nothing came before."""
+    mass = [0.0] * V
+    for i in range(max(t - window, 0), t):
+        similarity = sum(a * b for a, b in zip(hidden[t], hidden[i]))
+        mass[targets[i]] += math.exp(theta * similarity)
+    return [m / sum(mass) for m in mass] if t else None
+
+
+@pytest.fixture
+def states():
+    """Hidden states and the words that followed them, with ties of the words and none at the beginning."""
+    hidden = torch.randn(29, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return hidden, torch.tensor(random_text(29))
+
+
+@pytest.mark.parametrize("block", [1, 4, 512])
+@pytest.mark.parametrize("theta, window", [(1.0, 500), (0.7, 28), (2.0, 5), (0.3, 1), (0.0, 10)])
+def test_cache_is_the_sum_over_all_pairs(states, theta, window, block, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", block)
+    hidden, targets = states
+    seen = []
+    actual = cache_log_probs(hidden, targets, theta, window, seen.append)
+    assert sum(seen) == len(actual) == 29
+    hidden, targets = hidden.tolist(), targets.tolist()
+    assert actual[0] == -math.inf
+    for t in range(1, 29):
+        assert actual[t].exp().item() == pytest.approx(
+            cache_by_hand(hidden, targets, t, theta, window)[targets[t]], rel=1e-12, abs=1e-300
+        )
+    assert (actual == -math.inf).any() and (actual > -math.inf).any()
+
+
+def test_cache_sums_to_one(states):
+    """Its probabilities of all words, each taken as the target of the last token in turn."""
+    hidden, targets = states
+    total = 0.0
+    for word in range(V):
+        targets[-1] = word
+        total += cache_log_probs(hidden, targets, 0.7, 12)[-1].exp().item()
+    assert total == pytest.approx(1, rel=1e-12)
+
+
+def test_cache_does_not_overflow_and_keeps_float32():
+    hidden = 40 * torch.randn(60, 8, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor(random_text(60))
+    assert (hidden @ hidden.T).max() > 1000  # exp of it is infinite, in float64 too
+    actual = cache_log_probs(hidden, targets, 1.0, 20)
+    assert actual.dtype == torch.float32 and not actual.isnan().any() and (actual <= 1e-6).all()
+    expected = cache_log_probs(hidden.double(), targets, 1.0, 20)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-3)
+    assert cache_log_probs(hidden.half(), targets, 1.0, 20).dtype == torch.float32
+
+
+def test_mixture_is_the_formula_and_the_first_token_is_the_vocabulary_s():
+    vocabulary = torch.tensor([0.5, 0.2, 0.0, 0.3], dtype=torch.float64).log()
+    cache = torch.tensor([0.0, 0.6, 0.5, 0.0], dtype=torch.float64).log()
+    expected = torch.tensor([0.5, 0.75 * 0.2 + 0.25 * 0.6, 0.25 * 0.5, 0.75 * 0.3], dtype=torch.float64)
+    torch.testing.assert_close(mix(vocabulary, cache, 0.25).exp(), expected, rtol=1e-12, atol=0)
+    assert torch.equal(mix(vocabulary, cache, 0.0), vocabulary)
+
+
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_evaluation_equals_a_loop_by_hand(name):
+    tokens, weight, theta, window = random_text(33), 0.3, 0.9, 8
+    model = build(name)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        log_probs, hidden, _ = predict_by_hand(parameters, name, torch.tensor([[EOS, *tokens[:-1]]]), None)
+    hidden, nll = hidden[0].tolist(), 0.0
+    for t, token in enumerate(tokens):
+        probability = log_probs[t, token].exp().item()
+        if t > 0:
+            cache = cache_by_hand(hidden, tokens, t, theta, window)
+            probability = (1 - weight) * probability + weight * cache[token]
+        nll -= math.log(probability)
+    for length in (5, 70):
+        predictions = predict_text(model, ToyTask(test=tokens), "test", length)
+        score = cache_pointer(predictions, weight, theta, window)
+        assert score.tokens == 33
+        assert score.nll == pytest.approx(nll, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_without_weight_it_is_the_static_evaluation_exactly(name, dtype):
+    model, task = build(name, dtype=dtype), ToyTask(test=random_text(103))
+    predictions = predict_text(model, task, "test")
+    assert cache_pointer(predictions, 0.0, 1.0, 50) == perplexity(model, task, "test")
+    assert cache_pointer(predictions, 0.1, 1.0, 50) != perplexity(model, task, "test")
+
+
+def test_perplexity_falls_on_a_repetitive_text():
+    """Random weights: the model knows nothing, the cache what was said."""
+    predictions = predict_text(build("mixtape"), ToyTask(test=repetitive_text(600)), "test")
+    static = cache_pointer(predictions, 0.0, 1.0, 500).perplexity
+    for settings in PAPER_SETTINGS.values():
+        assert cache_pointer(predictions, **settings).perplexity < static
+    assert cache_pointer(predictions, 0.1, 1.0, 30).perplexity < 0.8 * static  # of the 4 words of the moment
+
+
+@pytest.mark.gpu
+def test_gpu_agrees_with_cpu():
+    task = ToyTask(test=random_text(1500))
+    scores = [
+        cache_pointer(predict_text(build("mos").to(device), task, "test"), 0.1, 1.0, 500).nll
+        for device in ("cpu", "cuda")
+    ]
+    assert scores[1] == pytest.approx(scores[0], rel=1e-9)
+
+
+# --------------------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("cache"), "--output-layer", "mos")
+
+
+def perplexities(output):
+    """[(tokens, perplexity)], static and with cache, out of what the command prints."""
+    found = re.findall(r"^test: (\S+) tokens, (?:static )?perplexity (?:with cache )?(\S+)", output, re.MULTILINE)
+    return [(int(tokens.replace(",", "")), float(value)) for tokens, value in found]
+
+
+def test_command_prints_both_and_leaves_the_checkpoint_alone(trained):
+    with open(trained.path, "rb") as file:
+        before = file.read()
+    command = [sys.executable, SCRIPTS / "cache_pointer.py", trained.data, "--path", trained.path, "--cpu"]
+    result = subprocess.run(list(map(str, command)), capture_output=True, encoding="utf-8")
+    assert result.returncode == 0, result.stderr
+    assert "INFO" not in result.stderr and "DEBUG" not in result.stderr and "Warning" not in result.stderr
+    assert "(lambda 0.1, theta 1, window 500)" in result.stdout
+    with open(trained.path, "rb") as file:
+        assert file.read() == before
+
+    model, task = load_language_model(trained.path, trained.data)
+    cached = cache_pointer(predict_text(model, task, "test"), **PAPER_SETTINGS["ptb"])
+    static = perplexity(model, task, "test")
+    expected = [(300, static.perplexity), (300, cached.perplexity)]
+    assert perplexities(result.stdout) == [(tokens, pytest.approx(value, abs=6e-4)) for tokens, value in expected]
+
+
+def test_command_searches_on_the_validation_text(trained, tmp_path, capsys):
+    script, out = load_script("cache_pointer"), tmp_path / "out"
+    grid = "--search --weights 0 0.2 0.4 --thetas 0.5 2 --windows 10 100 --dataset wikitext2".split()
+    script.main([trained.data, "--path", trained.path, "--cpu", "--out", str(out), *grid])
+    rows = read_csv(out / "search.csv")
+    assert len(rows) == 12 and {row["tokens"] for row in rows} == {"200"}
+    assert {path.name for path in out.iterdir()} == {"search.csv", "search.png"}
+    assert (out / "search.png").read_bytes().startswith(b"\x89PNG")
+
+    model, task = load_language_model(trained.path, trained.data)
+    valid = predict_text(model, task, "valid")
+    for row in rows:
+        score = cache_pointer(valid, float(row["weight"]), float(row["theta"]), int(row["window"]))
+        assert float(row["perplexity"]) == pytest.approx(score.perplexity, rel=1e-6)
+    winner = min(rows, key=lambda row: float(row["perplexity"]))
+    weight, theta, window = float(winner["weight"]), float(winner["theta"]), int(winner["window"])
+    expected = cache_pointer(predict_text(model, task, "test"), weight, theta, window)
+    output = capsys.readouterr().out
+    assert perplexities(output)[1] == (300, pytest.approx(expected.perplexity, abs=6e-4))
+    assert f"(lambda {weight:g}, theta {theta:g}, window {window})" in output
+    assert weight > 0 and perplexities(output)[1][1] < perplexities(output)[0][1]
+
+
+def test_command_refuses_bad_input(trained, data, tmp_path):
+    script = load_script("cache_pointer")
+    (tmp_path / "file").write_text("no checkpoint")
+    good = [trained.data, "--path", trained.path, "--cpu"]
+    for options, message in [
+        ([*good, "--lambda", "1"], "--weight 1.0 is not allowed: from 0 to less than 1"),
+        ([*good, "--theta", "-1"], "--theta -1.0 is not allowed: 0 or more"),
+        ([*good, "--window", "0"], "--window 0 is not allowed: at least 1"),
+        ([*good, "--segment-length", "0"], "--segment-length 0 is not allowed: at least 1"),
+        ([*good, "--weights", "0.1", "1"], "is not allowed: from 0 to less than 1, each"),
+        ([*good, "--windows", "0"], "is not allowed: at least 1, each"),
+        ([*good, "--search", "--out", str(tmp_path / "file")], "file cannot be a folder"),
+        ([trained.data, "--path", str(tmp_path / "none.pt")], "none.pt does not exist"),
+        ([trained.data, "--path", str(tmp_path / "file")], "is no checkpoint"),
+    ]:
+        with pytest.raises(UserError, match=re.escape(message)) as error:
+            script.main(options)
+        assert "\n" not in str(error.value)

@@ -1,0 +1,451 @@
+"""NT-ASGD step by step against torch.optim.SGD and torch.optim.ASGD driven by hand, and against the formulas."""
+
+import argparse
+
+import numpy as np
+import pytest
+import reference_lm
+import torch
+import torch.nn.functional as F
+from conftest import USER_DIR, load_parameters, run
+from fairseq.data import Dictionary
+from fairseq.optim import OPTIMIZER_REGISTRY
+
+from mixtape_plugin.data.bptt_dataset import draw_segment_lengths
+from mixtape_plugin.errors import UserError
+
+LR, WEIGHT_DECAY = 0.5, 0.01
+# Validation losses of epochs, and the epoch at whose end averaging starts with --nonmono 2: the first with more than
+# two epochs before it that is worse than the best of all but the last two of these.
+HISTORIES = {
+    "never": ([9, 8, 7, 6, 5, 4, 3, 2], None),
+    "worse from the start": ([1, 2, 3, 4, 5], 4),  # not earlier: there must be three before
+    "one bad epoch": ([5, 4, 9, 3, 9, 2], 5),
+    "the last two do not count": ([9, 8, 7, 7.5, 7.4, 7.3, 7.2], 6),
+    "equal is not worse": ([5, 5, 5, 5, 5, 5.1], 6),
+    "itself does not count": ([4, 3, 2, 2.5, 1, 1.5, 1.8], None),
+}
+
+
+def build_optimizer(parameters, **options):
+    options = {
+        "lr": [LR],
+        "weight_decay": WEIGHT_DECAY,
+        "nonmono": 2,
+        "averaging_epoch": None,
+        "stop_when_nonmonotone": False,
+        **options,
+    }
+    return OPTIMIZER_REGISTRY["nt_asgd"](argparse.Namespace(**options), list(parameters))
+
+
+def build_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).double()
+
+
+def backward(model, segment):
+    """The gradients of one segment, other data each."""
+    generator = torch.Generator().manual_seed(segment)
+    x = torch.randn(5, 4, dtype=torch.float64, generator=generator)
+    model.zero_grad()
+    F.cross_entropy(model(x), torch.randint(3, (5,), generator=generator)).backward()
+
+
+def scale(segment):
+    """The factor of a segment's learning rate: its length over the base."""
+    return [1.0, 0.5, 1.1, 0.9, 0.45][segment % 5]
+
+
+def train_step(model, optimizer, segment):
+    backward(model, segment)
+    optimizer.set_lr(LR * scale(segment))
+    optimizer.step()
+    optimizer.set_lr(LR)
+
+
+def train_epoch(model, optimizer, epoch, loss, segments=4):
+    """As a training goes: raw weights in the steps, the average through validation. Gives the weights of both."""
+    optimizer.begin_epoch(epoch)
+    optimizer.use_raw()
+    for segment in range(segments):
+        train_step(model, optimizer, epoch * segments + segment)
+    raw = weights_of(model)
+    optimizer.use_average()
+    average = weights_of(model)
+    optimizer.end_epoch(loss)
+    return raw, average
+
+
+def weights_of(model):
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def assert_bitwise(actual, expected):
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected)) and len(actual) == len(expected)
+
+
+def by_hand(losses, start=None, segments=4):
+    """The same training with torch's optimizers, averaging from the end of epoch `start` on."""
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    trace = []
+    for epoch in range(1, len(losses) + 1):
+        if epoch - 1 == start:
+            optimizer = torch.optim.ASGD(model.parameters(), lr=LR, t0=0, lambd=0.0, weight_decay=WEIGHT_DECAY)
+        for segment in range(segments):
+            backward(model, epoch * segments + segment)
+            optimizer.param_groups[0]["lr"] = LR * scale(epoch * segments + segment)
+            optimizer.step()
+        raw = weights_of(model)
+        averaging = isinstance(optimizer, torch.optim.ASGD)
+        trace.append((raw, [optimizer.state[p]["ax"].clone() for p in model.parameters()] if averaging else raw))
+    return trace
+
+
+@pytest.mark.parametrize("losses, start", HISTORIES.values(), ids=HISTORIES)
+def test_trace_equals_torch_bitwise(losses, start):
+    model = build_model()
+    optimizer = build_optimizer(model.parameters())
+    expected = by_hand(losses, start)
+    for epoch, loss in enumerate(losses, 1):
+        assert optimizer.phase == ("sgd" if start is None or epoch <= start else "asgd")
+        for found, wanted in zip(train_epoch(model, optimizer, epoch, loss), expected[epoch - 1]):
+            assert_bitwise(found, wanted)
+    assert optimizer.phase == ("sgd" if start is None else "asgd")
+
+
+@pytest.mark.parametrize("nonmono", [1, 2, 5])
+def test_trigger_equals_the_formula(nonmono):
+    """On random histories: never within the first epochs, and before the new loss is in the history."""
+    rng = np.random.default_rng(nonmono)
+    starts = []
+    for _ in range(30):
+        optimizer = build_optimizer(build_model().parameters(), nonmono=nonmono)
+        losses = (10 - 0.3 * np.arange(15) + rng.normal(size=15)).tolist()
+        for epoch, loss in enumerate(losses, 1):
+            expected = reference_lm.is_nonmonotone(losses[: epoch - 1], loss, nonmono)
+            optimizer.begin_epoch(epoch)
+            optimizer.end_epoch(loss)
+            assert (optimizer.phase == "asgd") == expected
+            if expected:
+                starts.append(epoch)
+                break
+    assert len(starts) > 5 and min(starts) > nonmono + 1
+
+
+@pytest.mark.parametrize("value", [1e9, float("inf")])
+def test_the_first_epochs_never_trigger(value):
+    optimizer = build_optimizer(build_model().parameters(), nonmono=5)
+    for epoch in range(1, 7):
+        optimizer.begin_epoch(epoch)
+        optimizer.end_epoch(value if epoch > 1 else 1.0)
+        assert optimizer.phase == "sgd"
+    assert list(optimizer.history) == [1.0] + [value] * 5
+    optimizer.end_epoch(1.1)
+    assert optimizer.phase == "asgd"
+
+
+def test_steps_equal_the_formulas():
+    """Weights, and the average as the running mean of the iterates from the second on, with lr one step late."""
+    model = build_model()
+    optimizer = build_optimizer(model.parameters())
+    references = [weight.numpy() for weight in weights_of(model)]
+    for segment in range(6):
+        train_step(model, optimizer, segment)
+        for n, parameter in enumerate(model.parameters()):
+            lr = LR * scale(segment)
+            references[n] = reference_lm.sgd_step(references[n], parameter.grad.numpy(), lr, WEIGHT_DECAY)
+            np.testing.assert_allclose(parameter.detach(), references[n], rtol=1e-12, atol=1e-14)
+    for loss in (1, 2, 3, 4):
+        optimizer.end_epoch(loss)
+    assert optimizer.phase == "asgd"
+
+    averaged = [reference_lm.AveragedSGD(weight, WEIGHT_DECAY) for weight in references]
+    iterates = []
+    for segment in range(6, 17):
+        optimizer.use_raw()
+        train_step(model, optimizer, segment)
+        iterates.append(weights_of(model))
+        for parameter, expected in zip(model.parameters(), averaged):
+            expected.step(parameter.grad.numpy(), LR * scale(segment))
+            np.testing.assert_allclose(parameter.detach(), expected.weight, rtol=1e-12, atol=1e-14)
+        optimizer.use_average()
+        for n, (parameter, expected) in enumerate(zip(model.parameters(), averaged)):
+            np.testing.assert_allclose(parameter.detach(), expected.average, rtol=1e-12, atol=1e-14)
+            mean = torch.stack([iterate[n] for iterate in iterates[1:] or iterates]).mean(0)
+            torch.testing.assert_close(parameter.detach(), mean, rtol=1e-6, atol=1e-6)  # torch's 1/n is a float32
+
+
+def test_use_average_and_use_raw_are_a_round_trip():
+    model = build_model()
+    optimizer = build_optimizer(model.parameters(), averaging_epoch=0)
+    parameters = list(model.parameters())
+    raw, average = train_epoch(model, optimizer, 1, 5.0)
+    assert all((a != b).any() for a, b in zip(raw, average))
+    for _ in range(2):  # the same as often as one asks
+        optimizer.use_average()
+        assert_bitwise(weights_of(model), average)
+    for _ in range(2):
+        optimizer.use_raw()
+        assert_bitwise(weights_of(model), raw)
+    optimizer.use_average()
+    assert_bitwise(weights_of(model), average)
+    assert all(a is b for a, b in zip(parameters, model.parameters()))
+
+    # In the SGD phase there is nothing to swap, and right after the trigger no average yet.
+    model = build_model()
+    optimizer = build_optimizer(model.parameters())
+    raw, average = train_epoch(model, optimizer, 1, 5.0)
+    assert_bitwise(raw, average)
+    model = build_model()
+    optimizer = build_optimizer(model.parameters(), averaging_epoch=0)
+    optimizer.begin_epoch(1)
+    before = weights_of(model)
+    for swap in (optimizer.use_average, optimizer.use_raw):
+        swap()
+        assert_bitwise(weights_of(model), before)
+
+
+LOSSES = [5.0, 4.0, 3.0, 6.0, 5.0, 4.0]  # averaging from the end of epoch 4
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+@pytest.mark.parametrize("stop", range(1, 6))
+def test_a_resume_at_an_epochs_end_is_bitwise(stop, averaged, tmp_path):
+    """Before, at and after the trigger; saved with the average in place, as in a training, or with the raw weights."""
+    expected = []
+    model = build_model()
+    optimizer = build_optimizer(model.parameters())
+    for epoch, loss in enumerate(LOSSES, 1):
+        expected.append(train_epoch(model, optimizer, epoch, loss))
+
+    model = build_model()
+    optimizer = build_optimizer(model.parameters())
+    for epoch, loss in enumerate(LOSSES[:stop], 1):
+        train_epoch(model, optimizer, epoch, loss)
+    if not averaged:
+        optimizer.use_raw()
+    model, optimizer = save_and_load(model, optimizer, tmp_path)
+    assert optimizer.phase == ("asgd" if stop >= 4 else "sgd") and list(optimizer.history) == LOSSES[:stop]
+    for epoch in range(stop + 1, len(LOSSES) + 1):
+        for found, wanted in zip(train_epoch(model, optimizer, epoch, LOSSES[epoch - 1]), expected[epoch - 1]):
+            assert_bitwise(found, wanted)
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+@pytest.mark.parametrize("epochs", [1, 4])
+def test_a_resume_in_the_middle_of_an_epoch_is_bitwise(epochs, averaged, tmp_path):
+    """After the second segment of the next epoch; epoch 5 averages."""
+    model = build_model()
+    optimizer = build_optimizer(model.parameters())
+    for epoch, loss in enumerate(LOSSES[:epochs], 1):
+        train_epoch(model, optimizer, epoch, loss)
+    optimizer.begin_epoch(epochs + 1)
+    optimizer.use_raw()
+    for segment in (100, 101):
+        train_step(model, optimizer, segment)
+    if averaged:
+        optimizer.use_average()
+    resumed, resumed_optimizer = save_and_load(model, optimizer, tmp_path)
+    resumed_optimizer.begin_epoch(epochs + 1)
+    for a_model, an_optimizer in ((model, optimizer), (resumed, resumed_optimizer)):
+        an_optimizer.use_raw()
+        for segment in (102, 103):
+            train_step(a_model, an_optimizer, segment)
+    assert_bitwise(weights_of(resumed), weights_of(model))
+    optimizer.use_average(), resumed_optimizer.use_average()
+    assert_bitwise(weights_of(resumed), weights_of(model))
+
+
+def save_and_load(model, optimizer, folder):
+    """Model and optimizer through a file, into new objects that begin elsewhere."""
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "checkpoint.pt")
+    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+    model = build_model()
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    optimizer = build_optimizer(model.parameters())
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    return model, optimizer
+
+
+def test_saving_does_not_move_the_training():
+    """With the average in place and without."""
+    weights = []
+    for saves in (False, True):
+        model = build_model()
+        optimizer = build_optimizer(model.parameters(), averaging_epoch=0)
+        for epoch in (1, 2):
+            train_epoch(model, optimizer, epoch, 5.0)
+            if saves:
+                optimizer.state_dict()
+                optimizer.use_raw()
+                optimizer.state_dict()
+        optimizer.use_raw()
+        weights.append(weights_of(model))
+    assert_bitwise(*weights)
+
+
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_averaging_epoch(start):
+    """ET-ASGD: from the epoch after N, whatever validation says; 0 from the first step."""
+    losses = [5.0, 4.0, 3.0, 2.0, 1.0]
+    model = build_model()
+    optimizer = build_optimizer(model.parameters(), averaging_epoch=start)
+    expected = by_hand(losses, start)
+    for epoch, loss in enumerate(losses, 1):
+        for found, wanted in zip(train_epoch(model, optimizer, epoch, loss), expected[epoch - 1]):
+            assert_bitwise(found, wanted)
+        assert optimizer.phase == ("asgd" if epoch > start else "sgd")
+
+
+def test_averaging_epoch_overrules_the_trigger():
+    """A given epoch is given: a bad validation before it does not start averaging."""
+    optimizer = build_optimizer(build_model().parameters(), averaging_epoch=10)
+    for epoch, loss in enumerate([1, 2, 3, 4, 5, 6], 1):
+        optimizer.begin_epoch(epoch)
+        optimizer.end_epoch(loss)
+    assert optimizer.phase == "sgd"
+
+
+def test_begin_epoch_again_does_not_restart_the_average():
+    """A resume in the middle of an epoch calls it a second time."""
+    weights = []
+    for again in (False, True):
+        model = build_model()
+        optimizer = build_optimizer(model.parameters(), averaging_epoch=1)
+        train_epoch(model, optimizer, 1, 5.0)
+        optimizer.begin_epoch(2)
+        for segment in range(10, 14):
+            train_step(model, optimizer, segment)
+            if again and segment == 12:
+                optimizer.begin_epoch(2)
+        optimizer.use_average()
+        weights.append(weights_of(model))
+    assert_bitwise(*weights)
+
+
+def ended(optimizer):
+    """fairseq-train ends where the learning rate is not above --stop-min-lr, -1 by default; it sets it every epoch."""
+    optimizer.set_lr(LR)
+    return optimizer.get_lr() <= -1
+
+
+@pytest.mark.parametrize("losses, end", HISTORIES.values(), ids=HISTORIES)
+def test_fine_tuning_stops_where_averaging_would_start(losses, end, tmp_path):
+    model = build_model()
+    optimizer = build_optimizer(model.parameters(), averaging_epoch=0, stop_when_nonmonotone=True)
+    going_on = build_optimizer(build_model().parameters(), averaging_epoch=0)
+    for epoch, loss in enumerate(losses, 1):
+        for each in (optimizer, going_on):
+            each.begin_epoch(epoch)
+            assert each.phase == "asgd"
+            assert not ended(each)
+            each.end_epoch(loss)
+        if epoch == end:
+            assert ended(optimizer)
+            _, resumed = save_and_load(model, optimizer, tmp_path)
+            assert ended(resumed)
+            break
+    assert ended(optimizer) == (end is not None)
+    assert not ended(going_on)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"nonmono": 0}, "--nonmono 0 "),
+        ({"averaging_epoch": -1}, "--averaging-epoch -1 "),
+        ({"weight_decay": -0.1}, "--weight-decay -0.1 "),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(UserError, match=message):
+        build_optimizer(build_model().parameters(), **options)
+
+
+# ----------------------------------------------------------------------------------------- through fairseq-train
+
+TRAINING = """
+    --task bptt_language_modeling --tokens-per-sample 20 --batch-size 4 --batch-size-valid 7 --max-epoch 2 --seed 3
+    --arch awd_lstm_lm --embed-dim 6 --hidden-sizes 7,6 --output-layer softmax
+    --dropout 0 --input-dropout 0 --hidden-dropout 0 --embedding-dropout 0 --weight-dropout 0
+    --criterion awd_lstm_cross_entropy --optimizer nt_asgd --lr 15 --clip-norm 0.15 --weight-decay 1e-2
+    --cpu --num-workers 0 --log-format json
+"""
+EMBEDDING, BIAS = "decoder.embed_tokens.weight", "decoder.output_projection.bias"
+LSTM = [[f"decoder.layers.{n}.{name}" for name in reference_lm.LSTM_PARAMETERS] for n in range(2)]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Folder of a binarized text, its tokens and its dictionary; train and valid are the same."""
+    folder = tmp_path_factory.mktemp("text")
+    words = torch.randint(20, (30, 15), generator=torch.Generator().manual_seed(0)).tolist()
+    lines = [[f"w{word}" for word in line] for line in words]
+    (folder / "text").write_text("".join(" ".join(line) + "\n" for line in lines))
+    prefixes = ["--trainpref", folder / "text", "--validpref", folder / "text"]
+    run("preprocess", "--only-source", "--padding-factor", 1, "--destdir", folder / "bin", *prefixes)
+    dictionary = Dictionary.load(str(folder / "bin" / "dict.txt"))
+    return folder / "bin", [dictionary.index(word) for line in lines for word in [*line, "</s>"]], dictionary
+
+
+def walk(weights, text, segment, states=None):
+    """The reference's network over [B, T] positions of the text: each target's NLL, the features, the new states."""
+    _, tokens, dictionary = text
+    inputs = torch.tensor([[dictionary.eos() if i < 0 else tokens[i] for i, _ in column] for column in segment])
+    targets = torch.tensor([[tokens[t] for _, t in column] for column in segment])
+    layers = [{name.split(".")[-1]: weights[name] for name in layer} for layer in LSTM]
+    features, _, states = reference_lm.awd_lstm(weights[EMBEDDING], layers, inputs, states)
+    logits = features @ weights[EMBEDDING].T + weights[BIAS]
+    logits[..., [dictionary.bos(), dictionary.pad()]] = -torch.inf
+    nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return nll, features, [(h.detach(), c.detach()) for h, c in states]
+
+
+@pytest.mark.parametrize("averaging", [False, True])
+def test_an_epoch_of_fairseq_train_is_that_of_the_formulas(averaging, text, tmp_path):
+    """From the checkpoint of epoch 1 to that of epoch 2 and its validation, every step written out.
+
+    The loss with AR and TAR per token, the gradient clipped, then the step with the lr of the segment's length; the
+    state carried along, zero at first. The model validated and saved is the average, if there is one.
+    """
+    args = [text[0], "--user-dir", USER_DIR, "--save-dir", tmp_path, *TRAINING.split()]
+    log = run("train", *args, *(["--averaging-epoch", 1] if averaging else [])).log
+    start, end = ({**load_parameters(tmp_path / f"checkpoint{epoch}.pt")} for epoch in (1, 2))
+    weights = {name: start[name].double().requires_grad_() for name in [EMBEDDING, BIAS, *LSTM[0], *LSTM[1]]}
+    averaged = {name: reference_lm.AveragedSGD(w.detach().clone().numpy(), 1e-2) for name, w in weights.items()}
+    cuts = reference_lm.cut(text[1], 4, training=True)
+    states, begin, factors = None, 0, []
+    for length in draw_segment_lengths(len(cuts[0]), 20, seed=3, epoch=2):
+        segment = [cut[begin : begin + length] for cut in cuts]
+        begin += length
+        nll, features, states = walk(weights, text, segment, states)
+        loss = nll.mean() + reference_lm.activation_regularization(features, 2.0)
+        loss = loss + reference_lm.temporal_activation_regularization(features, 1.0)
+        gradients = torch.autograd.grad(loss, weights.values())
+        norm = sum(gradient.pow(2).sum().item() for gradient in gradients) ** 0.5
+        factors.append(min(1.0, 0.15 / norm))
+        for (name, weight), gradient in zip(weights.items(), gradients):
+            gradient, lr = gradient.numpy() * factors[-1], 15 * length / 20
+            averaged[name].step(gradient, lr)
+            sgd = reference_lm.sgd_step(weight.detach().numpy(), gradient, lr, 1e-2)
+            weight.data = torch.from_numpy(averaged[name].weight if averaging else sgd)
+    assert min(factors) < 0.9, "the clipping had something to do"
+
+    def valid_bits(weights):
+        columns = reference_lm.cut(text[1], 7, training=False)
+        nll = torch.cat([walk(weights, text, [column])[0] for column in columns])
+        assert len(nll) == len(text[1])
+        return nll.mean().item() / np.log(2)
+
+    raw = {name: weight.detach() for name, weight in weights.items()}
+    average = {name: torch.from_numpy(each.average) for name, each in averaged.items()}
+    for name, weight in (average if averaging else raw).items():
+        torch.testing.assert_close(end[name].double(), weight, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(end[name], start[name], rtol=1e-2, atol=1e-3)
+    expected = valid_bits(average if averaging else raw)
+    assert not averaging or abs(expected - valid_bits(raw)) > 0.005
+    assert float(log["valid"][-1]["valid_nll_loss"]) == pytest.approx(expected, abs=0.001)  # rounded to three places

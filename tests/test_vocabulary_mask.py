@@ -1,0 +1,242 @@
+"""Masked tokens: an output layer that names some has the distribution of one built without their rows.
+
+Shapes: N tokens, D features, E embedding, V vocabulary with the masked tokens, S frequent tokens.
+"""
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+
+from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, base, build_output_layer
+
+N, D, E, V = 7, 6, 5, 11
+PAD = 1
+ROWS = ("weight", "bias", "gate_embedding", "gate_bias")  # parameters with a row a token; the gates' have S of them
+# Of mixtape's 6 frequent tokens: the first ones, as specials are; one between others; none; rare ones only; both.
+MASKS = {"first": (0, 1), "inside": (0, 1, 4), "outside": (7, 10), "both": (0, 5, 6, 10)}
+
+
+def build(name, masked=MASKS["both"], tied=False, **options):
+    torch.manual_seed(0)
+    options = {"gate_dim": 3, "gate_noise": 0.0, "frequent_ratio": 6 / V, **options}
+    feature_dim = E if name == "softmax" else D
+    tied_weight = torch.nn.Parameter(torch.empty(V, E)) if tied else None
+    if not tied and name != "softmax":
+        options["output_embed_dim"] = E
+    config = OutputLayerConfig(output_layer=name, **options)
+    layer = build_output_layer(config, feature_dim, V, tied_weight, masked_tokens=masked)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    return layer.double()
+
+
+def random_features(layer):
+    return torch.randn(N, layer.feature_dim, dtype=torch.float64, requires_grad=True)
+
+
+def allowed_tokens(layer):
+    return [x for x in range(V) if x not in layer.masked_tokens]
+
+
+def random_targets(layer):
+    allowed = torch.tensor(allowed_tokens(layer))
+    return allowed[torch.randint(len(allowed), (N,))]
+
+
+def without_masked_rows(layer):
+    """The layer's parameters as those of a layer over the other tokens alone."""
+    params = {}
+    for name, parameter in layer.named_parameters():
+        if name in ROWS:
+            parameter = parameter[[x for x in range(len(parameter)) if x not in layer.masked_tokens]]
+        params[name] = parameter
+    return params
+
+
+def expected_log_probs(layer, features):
+    """[N, V - masked], from the float64 formulas over the other tokens."""
+    formula = getattr(reference, f"{layer.config.output_layer}_log_probs")
+    options = {} if layer.config.output_layer == "softmax" else {"num_components": layer.config.num_components}
+    return formula(without_masked_rows(layer), features, **options)
+
+
+def gradients(loss, layer, features):
+    names, parameters = zip(*layer.named_parameters())
+    return dict(zip(["features", *names], torch.autograd.grad(loss, [features, *parameters], retain_graph=True)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("masked", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_equals_a_layer_without_the_masked_rows(name, masked, tied):
+    layer = build(name, masked, tied)
+    assert layer.masked_tokens == masked
+    features = random_features(layer)
+    allowed = allowed_tokens(layer)
+    expected = expected_log_probs(layer, features)
+    for log_probs in (layer.log_probs(features), F.log_softmax(layer(features), dim=-1)):
+        probs = log_probs.exp()
+        assert (probs[:, list(masked)] == 0).all()
+        torch.testing.assert_close(probs[:, allowed].sum(-1), torch.ones(N, dtype=torch.float64))
+        torch.testing.assert_close(log_probs[:, allowed], expected)
+    assert (layer(features)[:, list(masked)] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("masked", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_loss_and_gradients_equal_those_of_a_layer_without_the_masked_rows(name, masked, label_smoothing):
+    """Label smoothing too: the target keeps 1 - ε, each of the other allowed tokens has ε / (their number)."""
+    layer = build(name, masked)
+    features, target = random_features(layer), random_targets(layer)
+    pads = torch.zeros(N, dtype=torch.bool)
+    pads[2] = True
+    renumbered = torch.tensor([allowed_tokens(layer).index(x) for x in target.tolist()]).masked_fill(pads, -100)
+    expected = reference.label_smoothed_loss(expected_log_probs(layer, features), renumbered, label_smoothing, -100)
+    actual = layer.loss(features, target.masked_fill(pads, -100), label_smoothing=label_smoothing)
+    torch.testing.assert_close(actual, expected)
+
+    # Masked rows have no part in the formula, so their gradient there is exactly 0; here too, and never NaN.
+    for wanted, found in zip(*(gradients(loss + 2 * nll, layer, features).items() for loss, nll in (expected, actual))):
+        torch.testing.assert_close(found[1], wanted[1])
+        if found[0] in ROWS:
+            rows = [x for x in masked if x < len(found[1])]
+            assert (found[1][rows] == 0).all()
+
+
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_loss_follows_from_forward(name):
+    """What stock cross_entropy computes from the scores; with the target's gradient through them."""
+    layer = build(name)
+    features, target = random_features(layer), random_targets(layer)
+    loss, nll = layer.loss(features, target)
+    expected = F.nll_loss(F.log_softmax(layer(features), dim=-1), target, reduction="sum")
+    torch.testing.assert_close((loss, nll), (expected, expected))
+    actual, expected = (gradients(x, layer, features) for x in (loss, expected))
+    assert all(gradient.isfinite().all() for gradient in expected.values())
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_low_precision(name, dtype):
+    layer = build(name, context_dropout=0.3, gate_dropout=0.3, gate_noise=0.1)
+    features, target = random_features(layer).detach(), random_targets(layer)
+    expected = expected_log_probs(layer, features).detach()
+    layer, features = layer.to(dtype), features.to(dtype).requires_grad_()
+    layer.eval()
+    log_probs = layer.log_probs(features)
+    masked = list(layer.masked_tokens)
+    assert log_probs.dtype == torch.float32
+    assert (log_probs[:, masked].exp() == 0).all()
+    assert (F.softmax(layer(features), dim=-1)[:, masked] == 0).all()
+    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(N))
+    # A few units in the last place of a sum of E products, as in test_output_layers.py.
+    tolerance = 8 * torch.finfo(dtype).eps * expected.abs().max().item()
+    torch.testing.assert_close(log_probs[:, allowed_tokens(layer)].double(), expected, rtol=0, atol=tolerance)
+
+    layer.train()
+    for loss in layer.loss(features, target, label_smoothing=0.1):
+        assert loss.isfinite()
+        found = gradients(loss, layer, features)
+        assert all(gradient.isfinite().all() for gradient in found.values())
+        assert (found["weight"][masked] == 0).all() and (found["bias"][masked] == 0).all()
+
+
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_values_in_masked_rows_do_not_matter(name):
+    """They may hold anything, as the rows of symbols that no optimizer step ever moves; infinity is the hardest."""
+    layer = build(name, (0, 5, 10))
+    features, target = random_features(layer), random_targets(layer)
+    before = layer.log_probs(features), *layer.loss(features, target, label_smoothing=0.1)
+    with torch.no_grad():
+        for parameter_name, parameter in layer.named_parameters():
+            if parameter_name in ROWS:
+                parameter[[x for x in layer.masked_tokens if x < len(parameter)]] = 1e6
+    after = layer.log_probs(features), *layer.loss(features, target, label_smoothing=0.1)
+    torch.testing.assert_close(after, before)
+
+
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_a_masked_target_is_never_dropped_in_silence(name):
+    """Its probability is 0: an infinite loss, not one that leaves it out."""
+    layer = build(name)
+    features, target = random_features(layer), random_targets(layer)
+    target[3] = layer.masked_tokens[1]
+    for label_smoothing in (0.0, 0.1):
+        loss, nll = layer.loss(features, target, label_smoothing=label_smoothing)
+        assert loss == torch.inf and nll == torch.inf
+
+
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_a_masked_token_may_pad_the_targets(name):
+    """<pad> is masked in language models, and ignored as a target."""
+    layer = build(name, (0, PAD))
+    features, target = random_features(layer), random_targets(layer)
+    kept = torch.arange(N) != 2
+    expected = layer.loss(features[kept], target[kept], label_smoothing=0.1)
+    actual = layer.loss(features, target.masked_fill(~kept, PAD), label_smoothing=0.1, ignore_index=PAD)
+    torch.testing.assert_close(actual, expected)
+    assert all(gradient.isfinite().all() for gradient in gradients(actual[0], layer, features).values())
+
+
+@pytest.mark.parametrize("masked", [(), MASKS["both"]], ids=["all", "masked"])
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_a_loss_in_chunks_is_the_same(name, masked, monkeypatch):
+    """A few contexts at a time, where there are more scores than should be in memory at once."""
+    layer = build(name, masked)
+    features, target = random_features(layer), random_targets(layer).masked_fill(torch.arange(N) == 4, -100)
+    whole = layer.loss(features, target, label_smoothing=0.1)
+    expected = [gradients(loss, layer, features) for loss in whole]
+    monkeypatch.setattr(base, "MAX_SCORES", 3 * layer.scores_per_token)
+    calls = []
+    layer.register_forward_hook(lambda module, inputs, scores: calls.append(len(scores)))
+    chunked = layer.loss(features, target, label_smoothing=0.1)
+    assert len(calls) > 1 and max(calls) <= 3 and sum(calls) == N
+    torch.testing.assert_close(chunked, whole)
+    torch.testing.assert_close([gradients(loss, layer, features) for loss in chunked], expected)
+
+
+@pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.parametrize("name", [name for name in OUTPUT_LAYERS if name != "softmax"])
+def test_the_gradient_of_chunks_is_that_of_the_same_draw(name, locked, monkeypatch):
+    """A chunk is gone through twice, with the same dropouts and noise: finite differences know of one draw only."""
+    options = {"context_dropout": 0.4, "locked_context_dropout": locked, "gate_dropout": 0.3, "gate_noise": 0.5}
+    layer = build(name, **options).train()
+    features = torch.randn(3, 4, D, dtype=torch.float64, requires_grad=True)
+    target = random_targets(layer)[torch.randint(N, (3, 4))]
+    monkeypatch.setattr(base, "MAX_SCORES", 4 * layer.scores_per_token)
+
+    def loss(features, *parameters):
+        torch.manual_seed(2)
+        return layer.loss(features, target, label_smoothing=0.1)[0]
+
+    direction = [torch.randn_like(x) for x in (features, *layer.parameters())]
+    found = torch.autograd.grad(loss(features), [features, *layer.parameters()])
+    slope = sum((a * b).sum() for a, b in zip(found, direction))
+    values, step = [], 1e-5
+    with torch.no_grad():
+        for move in (step, -2 * step):
+            for x, d in zip((features, *layer.parameters()), direction):
+                x.add_(d, alpha=move)
+            values.append(loss(features))
+    torch.testing.assert_close(slope, (values[0] - values[1]) / (2 * step), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_no_mask_is_the_default(name):
+    layer = build(name, ())
+    features = random_features(layer)
+    assert layer.masked_tokens == ()
+    assert layer(features).isfinite().all()
+    torch.testing.assert_close(layer.log_probs(features), expected_log_probs(layer, features))
+
+
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_the_mask_is_no_parameter(name):
+    """A checkpoint of a layer without a mask loads strictly into one with it, and the other way round."""
+    layer, plain = build(name), build(name, ())
+    assert {n: p.shape for n, p in layer.state_dict().items()} == {n: p.shape for n, p in plain.state_dict().items()}
+    layer.load_state_dict(plain.state_dict())
+    plain.load_state_dict(layer.state_dict())
