@@ -24,6 +24,7 @@ setup(
         "sacremoses",
         "sentencepiece",
         "subword-nmt",
+        "tqdm",
     ],
-    extras_require={"dev": ["hypothesis", "pre-commit", "pytest", "ruff==0.17.5", "scipy"]},
+    extras_require={"dev": ["hypothesis", "pre-commit", "pytest", "pytest-xdist", "ruff==0.17.5", "scipy"]},
 )

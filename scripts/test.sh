@@ -9,4 +9,5 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # tiny tensors: more threads onl
 
 "$bin/ruff" check .
 "$bin/ruff" format --check .
-"$bin/python" -m pytest -q --durations=10 "$@"
+# Files side by side, one a core; within a file tests share what they train.
+"$bin/python" -m pytest -q --durations=10 -n auto --dist loadfile "$@"

@@ -101,7 +101,9 @@ def test_processes_share_the_columns(walk, shards, training):
     total = columns * shards if training else max(columns, shards)
     n = max(n, total)
     if not isinstance(lengths, int):
+        steps = n // total if training else -(-n // total)
         lengths = lengths + [20] * n
+        lengths = lengths[: next(i for i in range(len(lengths)) if sum(lengths[: i + 1]) >= steps) + 1]
     parts = [
         BpttDataset(
             build_stream(n), columns if training else total, lengths, training=training, num_shards=shards, shard_id=r
@@ -232,3 +234,9 @@ def test_floor_and_cap(minimum, maximum):
 def test_without_spread_and_short_segments_all_are_alike():
     assert draw_segment_lengths(100, 35, std=0.0, short_probability=0.0) == [35, 35, 35]
     assert draw_segment_lengths(100, 35, std=0.0, short_probability=1.0) == [17] * 6
+
+
+@pytest.mark.parametrize("lengths", [[3, 3], [3, 3, 4, 1]])
+def test_segments_that_do_not_fit_the_text_are_refused(lengths):
+    with pytest.raises(ValueError, match="do not cover a text of 10, or some are empty"):
+        BpttDataset(build_stream(20), 2, lengths)
