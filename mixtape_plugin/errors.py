@@ -1,4 +1,4 @@
-"""The one exception for mistakes that the user can mend."""
+"""The one exception for mistakes that the user can mend, and the check of options that raises it."""
 
 
 class UserError(ValueError):
@@ -6,3 +6,15 @@ class UserError(ValueError):
 
     The excepthook of `fairseq_compat` prints it without a traceback.
     """
+
+
+def check_values(options, allowed: dict) -> None:
+    """Raises UserError for the first option whose value is not allowed.
+
+    Args:
+        options: has the values as attributes.
+        allowed: for an option's name with underscores, whether its value is, and what is.
+    """
+    for name, (holds, what) in allowed.items():
+        if not holds:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)} is not allowed: {what}")

@@ -14,7 +14,6 @@ fresh process for each network. A network that would not fit in memory is skippe
 """
 
 import argparse
-import csv
 import logging
 import os
 import re
@@ -32,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from benchmark_output_layers import provenance  # noqa: E402
 
 from mixtape_plugin.analysis.benchmark import Setting  # noqa: E402
+from mixtape_plugin.analysis.files import write_csv, write_whole  # noqa: E402
 from mixtape_plugin.analysis.network_benchmark import (  # noqa: E402
     COLUMNS,
     SHAPES,
@@ -149,27 +149,9 @@ def markdown(rows, facts) -> str:
     return "\n".join(lines)
 
 
-def write_whole(path: str, write) -> None:
-    """Calls write(temporary path) and moves the result into place."""
-    part = Path(path).with_name(f".{Path(path).stem}.part{Path(path).suffix}")
-    try:
-        write(part)
-        os.replace(part, path)
-    finally:
-        if part.exists():
-            part.unlink()
-
-
-def write_csv(path: str, rows, facts) -> None:
+def write_rows(path: str, rows, facts) -> None:
     """One line for each row, with the facts of the run."""
-
-    def write(part):
-        with open(part, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*COLUMNS, *facts])
-            writer.writeheader()
-            writer.writerows({**row, **facts} for row in rows)
-
-    write_whole(path, write)
+    write_csv(path, [*COLUMNS, *facts], ({**row, **facts} for row in rows))
 
 
 def draw(path: str, rows, facts) -> None:
@@ -220,7 +202,7 @@ def main(argv=None):
             bar.set_description(shape.shape)
             rows += benchmark(shape, shape.layers, setting, args.rounds, args.sizes, limit, bar.update)
     print(markdown(rows, facts))
-    for option, path, write in (("--out", args.out, write_csv), ("--plot", args.plot, draw)):
+    for option, path, write in (("--out", args.out, write_rows), ("--plot", args.plot, draw)):
         if path:
             try:
                 write(path, rows, facts)

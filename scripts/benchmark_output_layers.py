@@ -12,7 +12,6 @@ on a CPU in a fresh process for each layer. A layer that would not fit in memory
 """
 
 import argparse
-import csv
 import datetime
 import importlib.metadata
 import os
@@ -37,6 +36,7 @@ from mixtape_plugin.analysis.benchmark import (  # noqa: E402
     benchmark,
     build_layer,
 )
+from mixtape_plugin.analysis.files import write_csv  # noqa: E402
 from mixtape_plugin.errors import UserError  # noqa: E402
 
 
@@ -173,13 +173,9 @@ def markdown(rows, facts) -> str:
     return "\n".join(lines)
 
 
-def write_csv(path: str, rows, facts) -> None:
+def write_rows(path: str, rows, facts) -> None:
     """One line for each row, with the facts of the run; the file appears whole or not at all."""
-    with open(path + ".part", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*COLUMNS, *facts])
-        writer.writeheader()
-        writer.writerows({**row, **facts} for row in rows)
-    os.replace(path + ".part", path)
+    write_csv(path, [*COLUMNS, *facts], ({**row, **facts} for row in rows))
 
 
 def main(argv=None):
@@ -200,7 +196,7 @@ def main(argv=None):
     print(markdown(rows, facts))
     if args.out:
         try:
-            write_csv(args.out, rows, facts)
+            write_rows(args.out, rows, facts)
         except OSError as error:
             sys.exit(f"benchmark_output_layers.py: --out {args.out} cannot be written: {error.strerror}")
 

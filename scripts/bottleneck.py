@@ -12,9 +12,7 @@ Prints a table and writes it (layers.csv), the divergence at every step (kl.csv)
 """
 
 import argparse
-import csv
 import logging
-import os
 import sys
 from pathlib import Path
 
@@ -31,26 +29,12 @@ if __name__ == "__main__":  # before fairseq is imported, which sets a level tha
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mixtape_plugin.analysis.bottleneck import LAYERS, fit, random_conditional  # noqa: E402
+from mixtape_plugin.analysis.files import write_csv, write_whole  # noqa: E402
 from mixtape_plugin.analysis.rank import log_prob_rank, singular_values  # noqa: E402
 
 CONCENTRATION = 0.05
 MAX_CELLS = 2**22
 COLUMNS = ["layer", "KL from the truth (nats)", "rank of log P", "accuracy of the top token", "parameters", "seconds"]
-
-
-def write_whole(path, write):
-    """Calls write(temporary path) and moves the result into place."""
-    part = path.with_name(f".{path.stem}.part{path.suffix}")
-    write(part)
-    os.replace(part, path)
-
-
-def write_csv(path, header, rows):
-    def write(part):
-        with open(part, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerows([header, *rows])
-
-    write_whole(path, write)
 
 
 def draw(path, fits, true_sigma, title):
@@ -123,13 +107,14 @@ def main(argv=None):
     true_sigma = singular_values(truth)
     title = f"{args.contexts} contexts × {args.tokens} tokens, E = {args.embed_dim}"
     layers = [[name, f.kl, f.rank, f.accuracy, f.parameters, f.seconds] for name, f in fits.items()]
-    write_csv(args.out / "layers.csv", COLUMNS, layers)
-    curves = zip(*(f.curve for f in fits.values()))
-    write_csv(args.out / "kl.csv", ["step", *fits], ([step, *row] for step, row in enumerate(curves)))
-    sigmas = zip(true_sigma.tolist(), *(f.sigma.tolist() for f in fits.values()))
-    write_csv(
-        args.out / "singular_values.csv", ["index", "truth", *fits], ([i, *row] for i, row in enumerate(sigmas, 1))
-    )
+    curves = enumerate(zip(*(f.curve for f in fits.values())))
+    sigmas = enumerate(zip(true_sigma.tolist(), *(f.sigma.tolist() for f in fits.values())), 1)
+    for name, columns, rows in (
+        ("layers", COLUMNS, layers),
+        ("kl", ["step", *fits], ([step, *row] for step, row in curves)),
+        ("singular_values", ["index", "truth", *fits], ([index, *row] for index, row in sigmas)),
+    ):
+        write_csv(args.out / f"{name}.csv", columns, (dict(zip(columns, row)) for row in rows))
     draw(args.out / "bottleneck.png", fits, true_sigma, title)
     print(f"{title}; the truth has rank {log_prob_rank(truth)} and an entropy of {entropy:.2f} nats\n")
     print(table(fits))

@@ -12,14 +12,10 @@ Prints the static perplexity and that with the cache.
 them to search.csv and search.png in --out, and scores the test text with the best.
 """
 
-import argparse
 import logging
 import sys
 from itertools import product
 from pathlib import Path
-
-import torch
-from tqdm import tqdm
 
 if __name__ == "__main__":  # before fairseq is imported, which sets a level that floods the terminal
     logging.basicConfig(level=logging.WARNING)
@@ -33,8 +29,14 @@ from mixtape_plugin.analysis.cache_pointer import (  # noqa: E402
     mix,
     predict_text,
 )
+from mixtape_plugin.analysis.evaluation_command import (  # noqa: E402
+    device,
+    evaluation_parser,
+    progress_bar,
+    take_paper_settings,
+)
 from mixtape_plugin.analysis.language_model import load_language_model, score, text  # noqa: E402
-from mixtape_plugin.errors import UserError  # noqa: E402
+from mixtape_plugin.errors import check_values  # noqa: E402
 
 WEIGHTS = [0.05, 0.1, 0.15, 0.2, 0.3]
 THETAS = [0.1, 0.3, 0.66, 1.0, 1.5]
@@ -42,36 +44,22 @@ WINDOWS = {"ptb": [100, 500, 2000], "wikitext2": [500, 2000, 3785]}
 
 
 def parse_args(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", help="folder that fairseq-preprocess wrote")
-    parser.add_argument("--path", required=True, help="checkpoint of --arch awd_lstm_lm")
-    parser.add_argument("--subset", default="test", help="split to score (default: %(default)s)")
-    parser.add_argument(
-        "--dataset", choices=PAPER_SETTINGS, default="ptb", help="whose hyper-parameters to use (default: %(default)s)"
+    parser = evaluation_parser(
+        __doc__, PAPER_SETTINGS, 70, "tokens read at once; changes no result", "all three", "cache_pointer_run"
     )
     parser.add_argument(
         "--weight", "--lambda", type=float, help="lambda, the cache's share (the paper's: ptb .1, wikitext2 .1279)"
     )
     parser.add_argument("--theta", type=float, help="sharpness (the paper's: ptb 1, wikitext2 .662)")
     parser.add_argument("--window", type=int, help="tokens in the cache (the paper's: ptb 500, wikitext2 3785)")
-    parser.add_argument(
-        "--segment-length", type=int, default=70, help="tokens read at once; changes no result (default: %(default)s)"
-    )
-    parser.add_argument("--search", action="store_true", help="choose all three on the validation text")
     grids = {"weights": (float, WEIGHTS), "thetas": (float, THETAS), "windows": (int, None)}
     for name, (number, values) in grids.items():
         shown = " ".join(map(str, values or "100 500 2000, wikitext2 500 2000 3785".split()))
         parser.add_argument(
             f"--{name}", type=number, nargs="+", default=values, help=f"grid of --search (default: {shown})"
         )
-    parser.add_argument(
-        "--out", type=Path, default=Path("cache_pointer_run"), help="folder of --search (default: %(default)s)"
-    )
-    parser.add_argument("--cpu", action="store_true", help="use the CPU where there is a GPU, too")
     args = parser.parse_args(argv)
-    for name, value in PAPER_SETTINGS[args.dataset].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    take_paper_settings(args, PAPER_SETTINGS)
     args.windows = args.windows or WINDOWS[args.dataset]
     check(args)
     return args
@@ -88,13 +76,7 @@ def check(args):
         "thetas": (min(args.thetas) >= 0, "0 or more, each"),
         "windows": (min(args.windows) >= 1, "at least 1, each"),
     }
-    for name, (holds, what) in allowed.items():
-        if not holds:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is not allowed: {what}")
-
-
-def progress_bar(name, tokens):
-    return tqdm(total=tokens, desc=name, unit="tok", mininterval=0.5 if sys.stderr.isatty() else 10)
+    check_values(args, allowed)
 
 
 def search(args, predictions):
@@ -123,7 +105,7 @@ def main(argv=None):
     model, task = load_language_model(args.path, args.data)
     if args.search:
         grid_search.make_folder(args.out)
-    model.to("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
+    model.to(device(args))
 
     def read(split):
         with progress_bar(split, len(text(task, split))) as bar:

@@ -12,14 +12,10 @@ Prints the static perplexity and the dynamic one. The checkpoint is only read.
 to search.csv and search.png in --out, and scores the test text with the best.
 """
 
-import argparse
 import logging
 import sys
 from itertools import product
 from pathlib import Path
-
-import torch
-from tqdm import tqdm
 
 if __name__ == "__main__":  # before fairseq is imported, which sets a level that floods the terminal
     logging.basicConfig(level=logging.WARNING)
@@ -32,41 +28,35 @@ from mixtape_plugin.analysis.dynamic_evaluation import (  # noqa: E402
     gradient_statistics,
     gradients_without_dropout,
 )
+from mixtape_plugin.analysis.evaluation_command import (  # noqa: E402
+    device,
+    evaluation_parser,
+    progress_bar,
+    take_paper_settings,
+)
 from mixtape_plugin.analysis.language_model import load_language_model, perplexity, text  # noqa: E402
-from mixtape_plugin.errors import UserError  # noqa: E402
+from mixtape_plugin.errors import check_values  # noqa: E402
 
 FACTORS = (0.5, 0.75, 1, 1.5)  # of the paper's η and λ: the grid of --search
 
 
 def parse_args(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", help="folder that fairseq-preprocess wrote")
-    parser.add_argument("--path", required=True, help="checkpoint of --arch awd_lstm_lm")
-    parser.add_argument("--subset", default="test", help="split to score (default: %(default)s)")
-    parser.add_argument(
-        "--dataset", choices=PAPER_SETTINGS, default="ptb", help="whose hyper-parameters to use (default: %(default)s)"
+    parser = evaluation_parser(
+        __doc__, PAPER_SETTINGS, 5, "tokens between updates", "η and λ", "dynamic_evaluation_run"
     )
     parser.add_argument("--learning-rate", type=float, help="η (the paper's: .002)")
     parser.add_argument("--decay", type=float, help="λ (the paper's: ptb .075, wikitext2 .02)")
     parser.add_argument("--epsilon", type=float, help="ε (the paper's: ptb .001, wikitext2 .002)")
-    parser.add_argument("--segment-length", type=int, default=5, help="tokens between updates (default: %(default)s)")
     parser.add_argument(
         "--batch-size", type=int, default=100, help="columns for the gradient statistics (default: %(default)s)"
     )
-    parser.add_argument("--search", action="store_true", help="choose η and λ on the validation text")
     parser.add_argument(
         "--learning-rates", type=float, nargs="+", help="grid of --search (default: η times .5, .75, 1 and 1.5)"
     )
     parser.add_argument("--decays", type=float, nargs="+", help="grid of --search (default: λ times the same)")
     parser.add_argument("--search-tokens", type=int, help="search on so many first tokens (default: all)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("dynamic_evaluation_run"), help="folder of --search (default: %(default)s)"
-    )
-    parser.add_argument("--cpu", action="store_true", help="use the CPU where there is a GPU, too")
     args = parser.parse_args(argv)
-    for name, value in PAPER_SETTINGS[args.dataset].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    take_paper_settings(args, PAPER_SETTINGS)
     args.learning_rates = args.learning_rates or [factor * args.learning_rate for factor in FACTORS]
     args.decays = args.decays or [factor * args.decay for factor in FACTORS]
     check(args)
@@ -85,13 +75,7 @@ def check(args):
         "decays": (min(args.decays) >= 0, "0 or more, each"),
         "search_tokens": (args.search_tokens is None or args.search_tokens >= 1, "at least 1"),
     }
-    for name, (holds, what) in allowed.items():
-        if not holds:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is not allowed: {what}")
-
-
-def progress_bar(name, tokens):
-    return tqdm(total=tokens, desc=name, unit="tok", mininterval=0.5 if sys.stderr.isatty() else 10)
+    check_values(args, allowed)
 
 
 def search(args, model, task, statistics):
@@ -116,7 +100,7 @@ def main(argv=None):
     model, task = load_language_model(args.path, args.data)
     if args.search:
         grid_search.make_folder(args.out)
-    model.to("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
+    model.to(device(args))
     tokens, train_tokens = len(text(task, args.subset)), len(text(task, "train"))
 
     with progress_bar("static", tokens) as bar, gradients_without_dropout(model):  # the same LSTM kernel

@@ -127,3 +127,57 @@ perplexity() { # perplexity SPLIT COLUMNS UNIT FLAGS...: fairseq-eval-lm of $sav
   mv "$save/$split.txt.part" "$save/$split.txt"
   cat "$save/$split.txt"
 }
+
+# -------------------------------------------------------------------------------------------------------- options
+
+train_options() { # train_options NAME "LAYER..." ARGUMENT...: $layer $data $save $seed $finetune $extra out of train.sh's arguments
+  local layers=$2 found
+  case ${3-} in -h | --help) echo "$usage"; exit ;; esac
+  data=data-bin/$1 save="" seed="" finetune="" layer="" extra=()
+  for found in $layers; do [ "$found" != "${3-}" ] || layer=$found; done
+  [ -n "$layer" ] || die "the output layer is '${3-}', allowed are ${layers// /, }; see train.sh --help"
+  shift 3
+  while [ $# -gt 0 ]; do
+    case $1 in
+      -h | --help) echo "$usage"; exit ;;
+      --data | --save | --seed)
+        [ $# -gt 1 ] || die "$1 needs a value; see train.sh --help"
+        case $1 in --data) data=$2 ;; --save) save=$2 ;; --seed) seed=$2 ;; esac
+        shift 2 ;;
+      *)
+        if [[ $1 = --finetune && $usage = *--finetune* ]]; then finetune=1; else extra+=("$1"); fi
+        shift ;;
+    esac
+  done
+}
+
+evaluate_options() { # evaluate_options NAME ARGUMENT...: $save $data $modes $extra out of evaluate.sh's arguments
+  case ${2-} in -h | --help) echo "$usage"; exit ;; "" | -*) die "the training's folder is missing; see evaluate.sh --help" ;; esac
+  save=$2 data=data-bin/$1 modes="" extra=()
+  shift 2
+  while [ $# -gt 0 ]; do
+    case $1 in
+      -h | --help) echo "$usage"; exit ;;
+      --data) [ $# -gt 1 ] || die "--data needs a value; see evaluate.sh --help"; data=$2; shift ;;
+      *)
+        case "$1 $usage" in
+          "--dynamic "*--dynamic*) modes+=" dynamic_evaluation" ;;
+          "--cache "*--cache*) modes+=" cache_pointer" ;;
+          *) extra+=("$1") ;;
+        esac ;;
+    esac
+    shift
+  done
+  [ -f "$save/checkpoint_best.pt" ] || die "$save holds no checkpoint_best.pt"
+}
+
+adapt() { # adapt DATASET: the test text by each of $modes with the papers' settings for DATASET; nothing without any
+  local script
+  [ -n "$modes" ] || return 0
+  for script in $modes; do
+    python "$root/scripts/$script.py" "$data" --path "$save/checkpoint_best.pt" --dataset "$1" --subset test \
+      "${extra[@]+"${extra[@]}"}" | tee "$save/$script.txt.part"
+    mv "$save/$script.txt.part" "$save/$script.txt"
+  done
+  exit
+}

@@ -214,7 +214,7 @@ def test_run_from_the_command_line(tmp_path):
     assert f"machine {rows[0]['machine']}, " in process.stdout.splitlines()[0]
 
 
-@pytest.mark.parametrize("write", [script.write_csv, script.draw])
+@pytest.mark.parametrize("write", [script.write_rows, script.draw])
 def test_files_appear_whole_or_not_at_all(write, tmp_path):
     with pytest.raises((KeyError, ValueError)):
         write(str(tmp_path / "run.png"), [dict.fromkeys(library.COLUMNS), {"no such column": 1}], {})

@@ -168,7 +168,7 @@ def test_run_from_the_command_line(tmp_path):
 def test_csv_appears_whole_or_not_at_all(tmp_path):
     out = tmp_path / "run.csv"
     with pytest.raises(ValueError):
-        script.write_csv(str(out), [dict.fromkeys(library.COLUMNS), {"no such column": 1}], {})
+        script.write_rows(str(out), [dict.fromkeys(library.COLUMNS), {"no such column": 1}], {})
     assert not out.exists()
 
 

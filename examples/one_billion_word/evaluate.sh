@@ -8,20 +8,9 @@ usage="usage: evaluate.sh DIR [--data DIR] [flags of fairseq-eval-lm]
 root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/scripts/language_modeling.sh"
 
-case ${1-} in -h | --help) echo "$usage"; exit ;; "" | -*) die "the training's folder is missing; see evaluate.sh --help" ;; esac
-save=$1 data=data-bin/one_billion_word extra=()
-shift
-while [ $# -gt 0 ]; do
-  case $1 in
-    -h | --help) echo "$usage"; exit ;;
-    --data) [ $# -gt 1 ] || die "--data needs a value; see evaluate.sh --help"; data=$2; shift 2 ;;
-    *) extra+=("$1"); shift ;;
-  esac
-done
+evaluate_options one_billion_word "$@"
 data=$data/shard00 # which has valid and test
-set -- "${extra[@]+"${extra[@]}"}"
-[ -f "$save/checkpoint_best.pt" ] || die "$save holds no checkpoint_best.pt"
 [ -f "$data/dict.txt" ] || die "--data ${data%/shard00} holds no binarized data; run prepare.sh first"
 
-perplexity valid 10 token --tokens-per-sample 35 "$@"
-perplexity test 1 token --tokens-per-sample 35 "$@"
+perplexity valid 10 token --tokens-per-sample 35 "${extra[@]+"${extra[@]}"}"
+perplexity test 1 token --tokens-per-sample 35 "${extra[@]+"${extra[@]}"}"

@@ -10,24 +10,9 @@ usage="usage: train.sh softmax|mos|mixtape [--data DIR] [--save DIR] [--seed N] 
 root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/scripts/language_modeling.sh"
 
-case ${1-} in
-  softmax | mos | mixtape) layer=$1 ;;
-  -h | --help) echo "$usage"; exit ;;
-  *) die "the output layer is '${1-}', allowed are softmax, mos and mixtape; see train.sh --help" ;;
-esac
-shift
-data=data-bin/one_billion_word save="" seed=1 extra=()
-while [ $# -gt 0 ]; do
-  case $1 in
-    -h | --help) echo "$usage"; exit ;;
-    --data | --save | --seed)
-      [ $# -gt 1 ] || die "$1 needs a value; see train.sh --help"
-      case $1 in --data) data=$2 ;; --save) save=$2 ;; --seed) seed=$2 ;; esac
-      shift 2 ;;
-    *) extra+=("$1"); shift ;;
-  esac
-done
+train_options one_billion_word "softmax mos mixtape" "$@"
 case $layer in softmax) arch=awd_lstm_lm_one_billion ;; *) arch=awd_lstm_lm_one_billion_$layer ;; esac
+seed=${seed:-1}
 save=${save:-checkpoints/one_billion_word.$layer.seed$seed}
 shards=("$data"/shard*)
 [ -f "$data/shard00/dict.txt" ] || die "--data $data holds no binarized data; run prepare.sh first"

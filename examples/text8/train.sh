@@ -10,24 +10,9 @@ usage="usage: train.sh softmax|mos7|mos10 [--data DIR] [--save DIR] [--seed N] [
 root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/scripts/language_modeling.sh"
 
-case ${1-} in
-  softmax | mos7 | mos10) layer=$1 ;;
-  -h | --help) echo "$usage"; exit ;;
-  *) die "the output layer is '${1-}', allowed are softmax, mos7 and mos10; see train.sh --help" ;;
-esac
-shift
-data=data-bin/text8 save="" seed=1 extra=()
-while [ $# -gt 0 ]; do
-  case $1 in
-    -h | --help) echo "$usage"; exit ;;
-    --data | --save | --seed)
-      [ $# -gt 1 ] || die "$1 needs a value; see train.sh --help"
-      case $1 in --data) data=$2 ;; --save) save=$2 ;; --seed) seed=$2 ;; esac
-      shift 2 ;;
-    *) extra+=("$1"); shift ;;
-  esac
-done
+train_options text8 "softmax mos7 mos10" "$@"
 case $layer in softmax) arch=awd_lstm_lm_text8 ;; *) arch=awd_lstm_lm_text8_$layer ;; esac
+seed=${seed:-1}
 save=${save:-checkpoints/text8.$layer.seed$seed}
 [ -f "$data/dict.txt" ] || die "--data $data holds no binarized data; run prepare.sh first"
 

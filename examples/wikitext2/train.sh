@@ -11,24 +11,7 @@ usage="usage: train.sh softmax|mos|moc|mixtape [--finetune] [--data DIR] [--save
 root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/scripts/language_modeling.sh"
 
-case ${1-} in
-  softmax | mos | moc | mixtape) layer=$1 ;;
-  -h | --help) echo "$usage"; exit ;;
-  *) die "the output layer is '${1-}', allowed are softmax, mos, moc and mixtape; see train.sh --help" ;;
-esac
-shift
-data=data-bin/wikitext2 save="" seed="" finetune="" extra=()
-while [ $# -gt 0 ]; do
-  case $1 in
-    -h | --help) echo "$usage"; exit ;;
-    --finetune) finetune=1; shift ;;
-    --data | --save | --seed)
-      [ $# -gt 1 ] || die "$1 needs a value; see train.sh --help"
-      case $1 in --data) data=$2 ;; --save) save=$2 ;; --seed) seed=$2 ;; esac
-      shift 2 ;;
-    *) extra+=("$1"); shift ;;
-  esac
-done
+train_options wikitext2 "softmax mos moc mixtape" "$@"
 case $layer in
   # Merity et al. 2018
   softmax) arch=awd_lstm_lm_wikitext2 lr=30 finetune_lr=30 batch=80 default_seed=1882 epochs=750 segments=() ;;

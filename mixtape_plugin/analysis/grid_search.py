@@ -5,10 +5,9 @@ A row is a dictionary: the value of each hyper-parameter, ``perplexity``, and wh
 
 from __future__ import annotations
 
-import csv
-import os
 from pathlib import Path
 
+from mixtape_plugin.analysis.files import write_csv, write_whole
 from mixtape_plugin.errors import UserError
 
 
@@ -37,23 +36,10 @@ def make_folder(path: Path) -> None:
         raise UserError(f"--out {path} cannot be a folder: {error.strerror}") from None
 
 
-def write_whole(path: Path, write) -> None:
-    """Calls ``write(temporary path)`` and moves the result into place."""
-    part = path.with_name(f".{path.stem}.part{path.suffix}")
-    write(part)
-    os.replace(part, path)
-
-
 def save(rows: list[dict], folder: Path, x: str, y: str, title: str) -> None:
     """Writes search.csv, all rows, and search.png, perplexity over two hyper-parameters, at the best of the others."""
 
-    def write_csv(part):
-        with open(part, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-
-    write_whole(folder / "search.csv", write_csv)
+    write_csv(folder / "search.csv", list(rows[0]), rows)
     write_whole(folder / "search.png", lambda part: draw(rows, part, x, y, title))
 
 

@@ -10,7 +10,7 @@ from mixtape_plugin.criterions.output_layer_cross_entropy import (
     OutputLayerCrossEntropy,
     OutputLayerCrossEntropyConfig,
 )
-from mixtape_plugin.errors import UserError
+from mixtape_plugin.errors import check_values
 from mixtape_plugin.output_layers.base import at_least_float32
 
 
@@ -41,11 +41,9 @@ class AWDLSTMCrossEntropy(OutputLayerCrossEntropy):
         report_bpc=False,
     ):
         super().__init__(task, sentence_avg, label_smoothing, report_accuracy)
-        for option, value in (("--ar-alpha", ar_alpha), ("--tar-beta", tar_beta)):
-            if value < 0:
-                raise UserError(f"{option} {value} is not allowed: 0 or more")
         self.ar_alpha = ar_alpha
         self.tar_beta = tar_beta
+        check_values(self, {name: (getattr(self, name) >= 0, "0 or more") for name in ("ar_alpha", "tar_beta")})
         self.report_bpc = report_bpc
 
     def penalty(self, features, extra):

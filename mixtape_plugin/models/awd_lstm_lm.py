@@ -17,7 +17,7 @@ from fairseq.models import (
 from omegaconf import OmegaConf
 from torch import nn
 
-from mixtape_plugin.errors import UserError
+from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.modules.embedding_dropout import embed_with_dropout
 from mixtape_plugin.modules.locked_dropout import locked_dropout
 from mixtape_plugin.modules.weight_drop import WeightDropLSTM
@@ -55,11 +55,9 @@ def parse_hidden_sizes(hidden_sizes):
 
 def check_options(args):
     """Raises UserError for the first of the network's options whose value is not allowed."""
-    if args.embed_dim < 1:
-        raise UserError(f"--embed-dim {args.embed_dim} is not allowed: at least 1")
-    for name in ("dropout", "input_dropout", "hidden_dropout", "embedding_dropout", "weight_dropout"):
-        if not 0 <= getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is not allowed: from 0 to less than 1")
+    rates = ("dropout", "input_dropout", "hidden_dropout", "embedding_dropout", "weight_dropout")
+    allowed = {name: (0 <= getattr(args, name) < 1, "from 0 to less than 1") for name in rates}
+    check_values(args, {"embed_dim": (args.embed_dim >= 1, "at least 1"), **allowed})
 
 
 class AWDLSTMDecoder(FairseqIncrementalDecoder):

@@ -10,7 +10,7 @@ from fairseq.dataclass import FairseqDataclass
 from fairseq.optim import FairseqOptimizer, register_optimizer
 from omegaconf import II
 
-from mixtape_plugin.errors import UserError
+from mixtape_plugin.errors import check_values
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +53,14 @@ class NTASGD(FairseqOptimizer):
 
     def __init__(self, cfg, params):
         super().__init__(cfg)
-        if cfg.nonmono < 1:
-            raise UserError(f"--nonmono {cfg.nonmono} is not allowed: at least 1")
-        if cfg.averaging_epoch is not None and cfg.averaging_epoch < 0:
-            raise UserError(f"--averaging-epoch {cfg.averaging_epoch} is not allowed: 0 or more")
-        if cfg.weight_decay < 0:
-            raise UserError(f"--weight-decay {cfg.weight_decay} is not allowed: 0 or more")
+        check_values(
+            cfg,
+            {
+                "nonmono": (cfg.nonmono >= 1, "at least 1"),
+                "averaging_epoch": (cfg.averaging_epoch is None or cfg.averaging_epoch >= 0, "0 or more, or left out"),
+                "weight_decay": (cfg.weight_decay >= 0, "0 or more"),
+            },
+        )
         self._optimizer = torch.optim.SGD(params, **self.optimizer_config)
         self.history = []  # validation losses, one an epoch
         self.finished = False

@@ -9,7 +9,7 @@ from typing import Optional, Sequence
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 
-from mixtape_plugin.errors import UserError
+from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.output_layers.base import OutputLayer
 from mixtape_plugin.output_layers.mixtape import Mixtape
 from mixtape_plugin.output_layers.mixture_of_contexts import MixtureOfContexts
@@ -72,9 +72,7 @@ def check_config(config) -> None:
         "frequent_ratio": (0 < config.frequent_ratio <= 1, "more than 0 and at most 1"),
         "output_impl": (config.output_impl in OUTPUT_IMPLS, " or ".join(OUTPUT_IMPLS)),
     }
-    for name, (holds, what) in allowed.items():
-        if not holds:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)} is not allowed: {what}")
+    check_values(config, allowed)
 
 
 def build_output_layer(

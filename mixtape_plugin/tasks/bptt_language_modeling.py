@@ -18,7 +18,7 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import II
 
 from mixtape_plugin.data.bptt_dataset import BpttDataset, TokenStream, draw_segment_lengths
-from mixtape_plugin.errors import UserError
+from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.optim.nt_asgd import NTASGD
 
 logger = logging.getLogger(__name__)
@@ -66,9 +66,7 @@ def check_options(args):
         ),
         "small_batch_size": (args.small_batch_size is None or args.small_batch_size >= 1, "at least 1, or left out"),
     }
-    for name, (holds, what) in allowed.items():
-        if not holds:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is not allowed: {what}")
+    check_values(args, allowed)
 
 
 @register_task("bptt_language_modeling", dataclass=BpttLanguageModelingConfig)
