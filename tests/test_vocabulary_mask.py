@@ -98,7 +98,8 @@ def test_loss_and_gradients_equal_those_of_a_layer_without_the_masked_rows(name,
     torch.testing.assert_close(actual, expected)
 
     # Masked rows have no part in the formula, so their gradient there is exactly 0; here too, and never NaN.
-    for wanted, found in zip(*(gradients(loss + 2 * nll, layer, features).items() for loss, nll in (expected, actual))):
+    both = [loss if label_smoothing else loss + 2 * nll for loss, nll in (expected, actual)]
+    for wanted, found in zip(*(gradients(total, layer, features).items() for total in both)):
         torch.testing.assert_close(found[1], wanted[1])
         if found[0] in ROWS:
             rows = [x for x in masked if x < len(found[1])]
@@ -137,8 +138,9 @@ def test_low_precision(name, dtype):
     torch.testing.assert_close(log_probs[:, allowed_tokens(layer)].double(), expected, rtol=0, atol=tolerance)
 
     layer.train()
-    for loss in layer.loss(features, target, label_smoothing=0.1):
-        assert loss.isfinite()
+    loss, nll = layer.loss(features, target, label_smoothing=0.1)
+    assert loss.isfinite() and nll.isfinite()
+    for loss in (loss, *layer.loss(features, target)):
         found = gradients(loss, layer, features)
         assert all(gradient.isfinite().all() for gradient in found.values())
         assert (found["weight"][masked] == 0).all() and (found["bias"][masked] == 0).all()
@@ -185,7 +187,7 @@ def test_a_masked_token_may_pad_the_targets(name):
 @pytest.mark.parametrize("name", OUTPUT_LAYERS)
 def test_a_loss_in_chunks_is_the_same(name, masked, monkeypatch):
     """A few contexts at a time, where there are more scores than should be in memory at once."""
-    layer = build(name, masked)
+    layer = build(name, masked, output_impl="eager")
     features, target = random_features(layer), random_targets(layer).masked_fill(torch.arange(N) == 4, -100)
     whole = layer.loss(features, target, label_smoothing=0.1)
     expected = [gradients(loss, layer, features) for loss in whole]
@@ -203,7 +205,7 @@ def test_a_loss_in_chunks_is_the_same(name, masked, monkeypatch):
 def test_the_gradient_of_chunks_is_that_of_the_same_draw(name, locked, monkeypatch):
     """A chunk is gone through twice, with the same dropouts and noise: finite differences know of one draw only."""
     options = {"context_dropout": 0.4, "locked_context_dropout": locked, "gate_dropout": 0.3, "gate_noise": 0.5}
-    layer = build(name, **options).train()
+    layer = build(name, output_impl="eager", **options).train()
     features = torch.randn(3, 4, D, dtype=torch.float64, requires_grad=True)
     target = random_targets(layer)[torch.randint(N, (3, 4))]
     monkeypatch.setattr(base, "MAX_SCORES", 4 * layer.scores_per_token)

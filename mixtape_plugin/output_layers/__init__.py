@@ -19,7 +19,7 @@ from mixtape_plugin.output_layers.softmax import Softmax
 __all__ = ["OUTPUT_LAYERS", "OutputLayer", "OutputLayerConfig", "build_output_layer", "check_frequency_order"]
 
 OUTPUT_LAYERS = {"softmax": Softmax, "mos": MixtureOfSoftmaxes, "moc": MixtureOfContexts, "mixtape": Mixtape}
-OUTPUT_IMPLS = ("auto", "eager")
+OUTPUT_IMPLS = ("auto", "eager", "fused")
 
 
 @dataclass
@@ -50,7 +50,10 @@ class OutputLayerConfig(FairseqDataclass):
         default=False, metadata={"help": "mixtape: weight normalisation of constant scale 1 on U_k"}
     )
     output_impl: ChoiceEnum(list(OUTPUT_IMPLS)) = field(
-        default="auto", metadata={"help": "auto: the fastest loss there is; eager: the formula written out"}
+        default="auto",
+        metadata={
+            "help": "fused: the loss chunk by chunk, its gradient with it; eager: the formula written out; auto: fused"
+        },
     )
 
     @classmethod

@@ -14,13 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.kernels.common import Smoothing, at_least_float32
 from mixtape_plugin.modules.locked_dropout import locked_dropout
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The type in which log-sum-exps are taken: float32, or float64 for float64 input."""
-    return torch.promote_types(dtype, torch.float32)
-
 
 # Scores held at once by the eager loss: 1 GiB in float32. A loss over more of them goes through them in chunks.
 MAX_SCORES = 2**28
@@ -58,7 +53,8 @@ def cross_entropy(
 class OutputLayer(nn.Module):
     """Turns features [..., D] into a distribution over V tokens.
 
-    Subclasses implement :meth:`forward`; a fused kernel replaces :meth:`loss` and has to agree with it.
+    Subclasses implement :meth:`forward`, from which the eager loss follows, and :meth:`fused_loss`, which has to agree
+    with it.
 
     Args:
         config: :class:`~mixtape_plugin.output_layers.OutputLayerConfig`, already checked.
@@ -122,23 +118,37 @@ class OutputLayer(nn.Module):
             target: [...]; targets equal to ``ignore_index`` count for nothing.
             label_smoothing: ε of :func:`cross_entropy`.
 
+        With label smoothing, a fused loss alone can be differentiated, its negative log-likelihood cannot.
+        """
+        if self.config.output_impl == "eager":
+            return self.eager_loss(features, target, label_smoothing, ignore_index)
+        smoothing = Smoothing.over(self.vocab_size - len(set(self.masked_tokens)), label_smoothing)
+        return self.fused_loss(features, target, target.ne(ignore_index), smoothing)
+
+    def fused_loss(self, features: Tensor, target: Tensor, counted: Tensor, smoothing: Smoothing):
+        """:meth:`loss` over the targets that are counted, by one of :mod:`mixtape_plugin.kernels`."""
+        raise NotImplementedError
+
+    def eager_loss(self, features: Tensor, target: Tensor, label_smoothing: float, ignore_index: int):
+        """:meth:`loss` as the formula has it.
+
         Where all scores together would be more than ``MAX_SCORES``, chunks of contexts are gone through one by one
         and again in the backward pass: a third more work for memory that does not grow with their number.
         """
         size = max(MAX_SCORES // self.scores_per_token, 1)
         if target.numel() <= size:
-            return self._loss(features, target, label_smoothing, ignore_index)
+            return self._eager_loss(features, target, label_smoothing, ignore_index)
         if self.has_locked_dropout:  # one mask a sequence: a sequence stays whole
             size = max(size // target.size(1), 1)
         else:
             features, target = features.flatten(0, -2), target.flatten()
         losses = [
-            checkpoint(self._loss, *chunk, label_smoothing, ignore_index, use_reentrant=False)
+            checkpoint(self._eager_loss, *chunk, label_smoothing, ignore_index, use_reentrant=False)
             for chunk in zip(features.split(size), target.split(size))
         ]
         return tuple(torch.stack(parts).sum() for parts in zip(*losses))
 
-    def _loss(self, features, target, label_smoothing, ignore_index):
+    def _eager_loss(self, features, target, label_smoothing, ignore_index):
         log_probs = self.log_probs(features)
         return cross_entropy(log_probs, target, label_smoothing, ignore_index, self.vocabulary_mask)
 
@@ -182,6 +192,12 @@ class MixtureLayer(OutputLayer):
         else:
             contexts = F.dropout(contexts, self.config.context_dropout, self.training)
         return contexts.unflatten(-1, (self.num_components, self.embed_dim))
+
+
+def select(tensor: Tensor, counted: Tensor) -> Tensor:
+    """Of a tensor [..., *] those of the contexts [...] that are counted, [N, *]."""
+    tensor = tensor.reshape(counted.numel(), *tensor.shape[counted.dim() :])
+    return tensor if counted.all() else tensor[counted.flatten()]
 
 
 def embedding_width(config, feature_dim: int, tied_weight: Tensor | None) -> int:

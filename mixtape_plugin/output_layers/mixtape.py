@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.output_layers.base import MixtureLayer
+from mixtape_plugin.kernels.mixtape import mixtape_loss
+from mixtape_plugin.output_layers.base import MixtureLayer, select
 
 
 def sigmoid_tree(gates: Sequence[Tensor], leaves: Sequence[Tensor]) -> Tensor:
@@ -76,22 +77,32 @@ class Mixtape(MixtureLayer):
     def scores_per_token(self) -> int:
         return (self.num_components + self.num_gates) * self.num_frequent + self.vocab_size
 
-    def gates(self, features: Tensor):
-        """The K−1 gates γ of the frequent tokens, [..., S] each, and of all others, [..., 1] each."""
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the noise on gate logits, now."""
+        return self.config.gate_noise if self.training else 0.0
+
+    def gate_contexts(self, features: Tensor) -> Tensor:
+        """tanh(U_k g) after dropout, [..., K−1, d2]."""
         weight = self.gate_hidden.weight
         if self.config.gate_weight_norm:
             weight = F.normalize(weight, dim=1)
         hidden = torch.tanh(F.linear(features, weight, self.gate_hidden.bias))
-        hidden = F.dropout(hidden, self.config.gate_dropout, self.training).chunk(self.num_gates, dim=-1)
+        hidden = F.dropout(hidden, self.config.gate_dropout, self.training)
+        return hidden.unflatten(-1, (self.num_gates, self.config.gate_dim))
+
+    def gates(self, features: Tensor):
+        """The K−1 gates γ of the frequent tokens, [..., S] each, and of all others, [..., 1] each."""
+        hidden = self.gate_contexts(features).unbind(-2)
         shared = self.gate_shared(features).split(1, dim=-1)
         # In place: these are the largest tensors there are.
         frequent = [
             F.linear(hidden[k], self.gate_embedding, self.gate_bias[:, k]).add_(shared[k])
             for k in range(self.num_gates)
         ]
-        if self.training and self.config.gate_noise > 0:
-            frequent = [logit.add_(torch.randn_like(logit), alpha=self.config.gate_noise) for logit in frequent]
-            shared = [logit + self.config.gate_noise * torch.randn_like(logit) for logit in shared]
+        if self.noise > 0:
+            frequent = [logit.add_(torch.randn_like(logit), alpha=self.noise) for logit in frequent]
+            shared = [logit + self.noise * torch.randn_like(logit) for logit in shared]
         return [logit.sigmoid_() for logit in frequent], [logit.sigmoid() for logit in shared]
 
     def forward(self, features: Tensor) -> Tensor:
@@ -103,3 +114,24 @@ class Mixtape(MixtureLayer):
         frequent = sigmoid_tree(frequent_gates, [F.linear(h, frequent_weight) for h in contexts]) + frequent_bias
         rare = F.linear(sigmoid_tree(shared_gates, contexts), rare_weight, rare_bias)
         return torch.cat([frequent, rare], dim=-1)
+
+    def fused_loss(self, features, target, counted, smoothing):
+        contexts = self.context_vectors(features)
+        shared = self.gate_shared(features)
+        # u_k·g and b_{x,k} as further dimensions of the product v_x·tanh(U_k g)
+        hidden = self.gate_contexts(features)
+        one_of_k = torch.eye(self.num_gates, dtype=hidden.dtype, device=hidden.device).expand(*shared.shape, -1)
+        gate_contexts = torch.cat([hidden, shared.unsqueeze(-1).to(hidden.dtype), one_of_k], dim=-1)
+        gate_weight = torch.cat(
+            [self.gate_embedding, self.gate_embedding.new_ones(self.num_frequent, 1), self.gate_bias], dim=1
+        )
+        if self.noise > 0:
+            shared = shared + self.noise * torch.randn_like(shared)
+        rare_context = sigmoid_tree(shared.sigmoid().split(1, dim=-1), contexts.unbind(-2))
+        contexts, rare_context, gate_contexts, target = (
+            select(tensor, counted) for tensor in (contexts, rare_context, gate_contexts, target)
+        )
+        return mixtape_loss(
+            contexts, rare_context, gate_contexts, self.weight, gate_weight, self.logit_bias, target, self.noise,
+            smoothing, self.vocabulary_mask,
+        )  # fmt: skip

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mixtape_plugin.output_layers.base import MixtureLayer
+from mixtape_plugin.kernels.softmax import softmax_loss
+from mixtape_plugin.output_layers.base import MixtureLayer, select
 
 
 class MixtureOfContexts(MixtureLayer):
@@ -20,7 +21,14 @@ class MixtureOfContexts(MixtureLayer):
         super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
         self.prior = nn.Linear(feature_dim, self.num_components, bias=False)
 
-    def forward(self, features: Tensor) -> Tensor:
+    def mixed_context(self, features: Tensor) -> Tensor:
+        """Σ_k π_k h_k, [..., E]."""
         prior = torch.softmax(self.prior(features), dim=-1)
-        context = (prior.unsqueeze(-1) * self.context_vectors(features)).sum(-2)  # [..., E]
-        return F.linear(context, self.weight, self.logit_bias)
+        return (prior.unsqueeze(-1) * self.context_vectors(features)).sum(-2)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return F.linear(self.mixed_context(features), self.weight, self.logit_bias)
+
+    def fused_loss(self, features, target, counted, smoothing):
+        context, target = select(self.mixed_context(features), counted), select(target, counted)
+        return softmax_loss(context, self.weight, self.logit_bias, target, smoothing, self.vocabulary_mask)

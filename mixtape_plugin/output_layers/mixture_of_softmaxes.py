@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mixtape_plugin.output_layers.base import MixtureLayer, at_least_float32
+from mixtape_plugin.kernels.common import at_least_float32
+from mixtape_plugin.kernels.mixture_of_softmaxes import mixture_of_softmaxes_loss
+from mixtape_plugin.output_layers.base import MixtureLayer, select
 
 
 class MixtureOfSoftmaxes(MixtureLayer):
@@ -41,3 +43,10 @@ class MixtureOfSoftmaxes(MixtureLayer):
 
     def log_probs(self, features: Tensor) -> Tensor:
         return self(features)
+
+    def fused_loss(self, features, target, counted, smoothing):
+        contexts, prior = select(self.context_vectors(features), counted), select(self.prior(features), counted)
+        target = select(target, counted)
+        return mixture_of_softmaxes_loss(
+            contexts, prior, self.weight, self.logit_bias, target, smoothing, self.vocabulary_mask
+        )

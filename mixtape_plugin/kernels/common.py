@@ -1,0 +1,159 @@
+"""What the fused losses share: chunks, products that add up in float32, and the autograd function around them."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Scores of a chunk. On a CPU, glibc keeps blocks of up to 32 MiB for the next step; larger ones are given back to the
+# system, and clearing their pages anew takes longer than using them.
+CHUNK_BYTES = 2**25
+# A matrix product of fewer rows no longer runs at full speed, whatever memory it saves.
+MIN_ROWS = 256
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The type in which log-sum-exps are taken: float32, or float64 for float64 input."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Smoothing(NamedTuple):
+    """Label smoothing: loss = target_weight · nll + epsilon · Σ_x −log p(x), over the tokens that are not masked."""
+
+    num_tokens: int
+    target_weight: float = 1.0
+    epsilon: float = 0.0
+
+    @classmethod
+    def over(cls, num_tokens: int, label_smoothing: float) -> Smoothing:
+        """The target keeps 1 − ε, each of the others gets ε / (V − 1), as in fairseq."""
+        if label_smoothing == 0:
+            return cls(num_tokens)
+        epsilon = label_smoothing / (num_tokens - 1)
+        return cls(num_tokens, 1 - label_smoothing - epsilon, epsilon)
+
+    def loss(self, nll: Tensor, spread: Tensor) -> Tensor:
+        return self.target_weight * nll + self.epsilon * spread
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """The type of the matrix products: autocast's where it is on, else the tensor's own."""
+    device = tensor.device.type
+    if hasattr(torch, "get_autocast_dtype"):
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+    if device == "cuda":  # older torch has a function for each device
+        return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else tensor.dtype
+    return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else tensor.dtype
+
+
+def gradient_scale(dtype: torch.dtype) -> float:
+    """By how much gradients of scores are multiplied while they are held: float16 would round small ones to 0."""
+    return 256.0 if dtype == torch.float16 else 1.0
+
+
+@functools.lru_cache(maxsize=None)
+def has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def elementwise(device: torch.device):
+    """The module of elementwise operations for this device."""
+    if device.type == "cuda" and has_triton() and torch.cuda.get_device_capability(device) >= (7, 0):
+        from mixtape_plugin.kernels import triton_ops
+
+        return triton_ops
+    from mixtape_plugin.kernels import torch_ops
+
+    return torch_ops
+
+
+def chunks(num_tokens: int, bytes_per_token: int, rows_per_token: int = 1) -> list:
+    """Slices of equal size, but for the last, whose scores fit into :data:`CHUNK_BYTES`."""
+    size = max(CHUNK_BYTES // bytes_per_token, -(-MIN_ROWS // rows_per_token), 1)
+    number = max(-(-num_tokens // size), 1)
+    size = max(-(-num_tokens // number), 1)
+    return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
+
+
+def longest(slices: list) -> int:
+    """Tokens of the longest chunk, which is the first."""
+    return slices[0].stop - slices[0].start if slices else 0
+
+
+@functools.lru_cache(maxsize=None)
+def has_float32_products() -> bool:
+    """Whether torch multiplies half-precision matrices on a GPU into a float32 one."""
+    return "dtype" in torch.ops.aten.mm.overloads()
+
+
+def add_product_(total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) -> None:
+    """total += alpha · left @ right, where total may be of a wider type than the factors."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, alpha=alpha)
+    elif left.is_cuda and has_float32_products():
+        total.add_(torch.mm(left, right, out_dtype=total.dtype), alpha=alpha)
+    elif left.dtype == torch.float16:  # sums over a chunk can be beyond its range
+        total.addmm_(left.to(total.dtype), right.to(total.dtype), alpha=alpha)
+    else:
+        total.add_(torch.mm(left, right), alpha=alpha)
+
+
+class Gradients:
+    """The gradients of a loss's inputs, None for those that nobody asks for: zeros of their shapes to add to, in
+    float32 or better."""
+
+    def __init__(self, needed, **inputs):
+        for need, (name, tensor) in zip(needed, inputs.items()):
+            total = torch.zeros_like(tensor, dtype=at_least_float32(tensor.dtype)) if need else None
+            setattr(self, name, total)
+        self.names = list(inputs)
+
+    def any(self) -> bool:
+        return any(total is not None for total in self.all())
+
+    def all(self) -> list:
+        return [getattr(self, name) for name in self.names]
+
+
+class _GradientInForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, compute, *inputs):
+        loss, nll, gradients = compute(ctx.needs_input_grad[1:], *inputs)
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [tensor.dtype for tensor in inputs]
+        if loss is not nll:
+            ctx.mark_non_differentiable(nll)
+            return loss, nll
+        return loss, nll.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss, grad_nll):
+        scale = grad_loss + grad_nll  # of nll there is one only where it is the loss, and zero otherwise
+        # What is saved stays as it is: backward may run again.
+        scaled = [
+            None if gradient is None else (gradient * scale).to(dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes)
+        ]
+        return (None, *scaled)
+
+
+def gradient_in_forward(compute, *inputs: Tensor):
+    """The loss and negative log-likelihood of a function, and in backward the gradients that it gives with them.
+
+    Args:
+        compute: takes which of the inputs need a gradient, and the inputs, and returns (loss, nll, gradients). Where
+            loss and nll are one and the same, both can be differentiated; else only the loss can.
+    """
+    with torch.autocast(inputs[0].device.type, enabled=False):
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+            return _GradientInForward.apply(compute, *inputs)
+        return compute([False] * len(inputs), *inputs)[:2]
