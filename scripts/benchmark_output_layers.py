@@ -1,25 +1,39 @@
 #!/usr/bin/env python3
 """Time and peak memory of a training step (loss, and its gradients) of each output layer, against plain softmax.
 
-    python scripts/benchmark_output_layers.py --shapes ptb --threads 2 --out ptb.csv
+    python scripts/benchmark_output_layers.py --shapes ptb --threads 2 --memory-budget 4 --out ptb.csv
     python scripts/benchmark_output_layers.py --device cuda --dtype bfloat16 --tokens 4096
+    python scripts/benchmark_output_layers.py --sweep --threads 2 --rounds 3 --out sweep.csv --plot sweep.png
 
-The layers take turns, a round after a warm-up, so that a busy machine is busy for all of them: the ratios of their
-medians hold better than the times. Softmax has no projection: its features are E wide, those of the others D.
-Ratios are to softmax; FLOPs are those of the matrix products, and "paper" is the time of the output layer in tables 3
-to 5 of the Mixtape paper. Memory is the peak beyond that of a step on 16 tokens: without weights and their gradients,
-on a CPU in a fresh process for each layer. A layer that would not fit in memory is skipped, and says so.
+Every layer runs eager and fused, and softmax also as others have it, where that is installed: torch 2.13's
+linear_cross_entropy and, on a GPU, Liger-Kernel and cut-cross-entropy. They take turns, a round after a warm-up, so
+that a busy machine is busy for all of them: the ratios of their medians hold better than the times. Softmax has no
+projection: its features are E wide, those of the others D.
+
+Ratios are to the eager softmax, of the time of a token; FLOPs are those of the matrix products, "matmul" is their speed
+as a share of that of one large matrix product in the same rounds, and "paper" is the time of the output layer in tables
+3 to 6 of the Mixtape paper, at one batch size or at one memory budget as in the row. Memory is the peak beyond that of
+a step on 16 tokens: without weights and their gradients, on a CPU in a fresh process for each layer. A layer that would
+not fit in memory is skipped, and says so.
+
+--memory-budget adds rows at the largest number of tokens whose step fits, weights and gradients included. Since memory
+is about affine in tokens, two measured steps give an estimate, which is measured and corrected to within 2%. The fused
+losses hold so little that most of them end at --largest-batch. An eager loss of more than 2^28 scores holds them in
+chunks, here as in a training.
 """
 
 import argparse
 import datetime
 import importlib.metadata
+import logging
 import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":  # before fairseq is imported, which sets a level that floods the terminal
+    logging.basicConfig(level=logging.WARNING)
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -29,15 +43,27 @@ from tqdm import tqdm  # noqa: E402
 from mixtape_plugin.analysis.benchmark import (  # noqa: E402
     COLUMNS,
     LAYERS,
+    PEERS,
     SHAPES,
+    SWEEP_COMPONENTS,
+    SWEEP_SHAPE,
+    SWEEP_VOCAB_SIZES,
     TINY,
+    Budget,
     Setting,
     Shape,
     benchmark,
     build_layer,
+    installed_peers,
+    split_layer,
+    sweep,
+    turns,
+    variants,
 )
-from mixtape_plugin.analysis.files import write_csv  # noqa: E402
+from mixtape_plugin.analysis.files import write_csv, write_whole  # noqa: E402
+from mixtape_plugin.analysis.measuring import available_memory  # noqa: E402
 from mixtape_plugin.errors import UserError  # noqa: E402
+from mixtape_plugin.output_layers import OUTPUT_IMPLS  # noqa: E402
 
 
 def parse_shape(text: str) -> Shape:
@@ -56,49 +82,131 @@ def parse_shape(text: str) -> Shape:
     return shape
 
 
+def layer_name(text: str) -> str:
+    kind, k = split_layer(text)
+    if kind not in LAYERS or (kind == "softmax" and k is not None):
+        raise UserError(f"--layers {text} is not allowed: {', '.join(LAYERS)}; all but softmax may end in -K as mos-15")
+    return text
+
+
+def add_common_options(parser, impls) -> None:
+    """What this script and benchmark_networks.py have in common."""
+    parser.add_argument(
+        "--impls",
+        nargs="+",
+        choices=impls,
+        metavar="IMPL",
+        help=f"of {', '.join(impls)}; softmax always runs eager; default: eager, fused, and others where installed",
+    )
+    parser.add_argument("--label-smoothing", type=float, metavar="E", help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="after the warm-up; default: %(default)s")
+    parser.add_argument("--threads", type=int, metavar="N", help="of the CPU; default: what torch would use")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--memory-limit", type=float, metavar="GB", help="skip what needs more; default: what is free")
+    parser.add_argument("--memory-budget", type=float, metavar="GB", help="also compare at the largest batch that fits")
+    parser.add_argument(
+        "--largest-batch",
+        type=int,
+        default=16,
+        metavar="N",
+        help="end the search for that batch at N times the batch of the shape; default: %(default)s",
+    )
+    parser.add_argument("--out", metavar="FILE", help="also write the table as CSV")
+
+
+def check_common_options(args) -> None:
+    """Raises UserError for the first that is not allowed, and fills in the defaults that depend on the machine."""
+    args.threads = torch.get_num_threads() if args.threads is None else args.threads
+    least = {"rounds": 1, "threads": 1, "memory_limit": 0, "largest_batch": 1}
+    least.update({"tokens": TINY + 1, "batch_size": 1, "segment_length": 1})
+    for name, smallest in least.items():
+        value = getattr(args, name, None)
+        if value is not None and not value >= smallest:
+            raise UserError(f"--{name.replace('_', '-')} {value} is not allowed: at least {smallest}")
+    if args.label_smoothing is not None and not 0 <= args.label_smoothing < 1:
+        raise UserError(f"--label-smoothing {args.label_smoothing} is not allowed: from 0 to less than 1")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda is not allowed here: torch finds no GPU")
+    free = available_memory(args.device) / 1e9
+    if args.memory_budget is not None and not 0 < args.memory_budget <= free:
+        raise UserError(f"--memory-budget {args.memory_budget} is not allowed: more than 0 and at most {free:.3g}")
+    for option, path in (("--out", args.out), ("--plot", args.plot)):
+        if path and not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
+            raise UserError(f"{option} {path} cannot be written: its folder is missing or read-only")
+    if args.plot and Path(args.plot).suffix not in (".png", ".pdf", ".svg"):
+        raise UserError(f"--plot {args.plot} is not allowed: a name that ends in .png, .pdf or .svg")
+
+
+def settings_of_memory(args) -> tuple:
+    """Bytes of --memory-limit, and the budgets to run at: none, which is one batch size, and --memory-budget."""
+    limit = None if args.memory_limit is None else args.memory_limit * 1e9
+    budget = None if args.memory_budget is None else Budget(args.memory_budget * 1e9, args.largest_batch)
+    return limit, [None, budget] if budget else [None]
+
+
 def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--shapes",
         nargs="+",
-        default=["ptb", "one-billion", "en-de"],
         metavar="SHAPE",
         help=f"of {', '.join(SHAPES)}, or V:E:D:K:r:N (vocabulary, embedding, features, components of MoS and MoC, "
-        "share of frequent tokens, tokens a step); default: %(default)s",
+        "share of frequent tokens, tokens a step); default: ptb one-billion en-de",
     )
-    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=LAYERS, help="softmax always runs; default: all")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="after the warm-up; default: %(default)s")
-    parser.add_argument("--threads", type=int, metavar="N", help="of the CPU; default: what torch would use")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--layers",
+        nargs="+",
+        default=LAYERS,
+        metavar="LAYER",
+        help=f"of {', '.join(LAYERS)}, or one of them with a K of its own such as mos-3; softmax always runs; "
+        "default: all",
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="float32")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens a step, instead of the shapes' own")
     parser.add_argument("--noise", action="store_true", help="with the papers' gate noise and dropout (default: none)")
-    parser.add_argument("--memory-limit", type=float, metavar="GB", help="skip what needs more; default: what is free")
-    parser.add_argument("--out", metavar="FILE", help="also write the table as CSV")
+    parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help=f"at one small shape, V of {', '.join(map(str, SWEEP_VOCAB_SIZES))} with one K for all, and "
+        f"K of {', '.join(map(str, SWEEP_COMPONENTS))}",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="with --sweep, time and memory: .png, .pdf or .svg")
+    add_common_options(parser, [*OUTPUT_IMPLS, *PEERS])
+    parser.set_defaults(label_smoothing=0.0)
     args = parser.parse_args(argv)
 
-    args.threads = torch.get_num_threads() if args.threads is None else args.threads
-    args.layers = [layer for layer in LAYERS if layer in args.layers or layer == "softmax"]
-    shapes = [parse_shape(text) for text in args.shapes]
+    check_common_options(args)
+    layers = [layer_name(text) for text in args.layers]
+    known = [layer for kind in LAYERS for layer in layers if split_layer(layer)[0] == kind]
+    args.layers = list(dict.fromkeys(["softmax", *known]))
+    shapes = [parse_shape(text) for text in args.shapes or ()]
+    if args.sweep:
+        if len(shapes) > 1 or args.memory_budget is not None:
+            raise UserError("--sweep goes with at most one of --shapes and with no --memory-budget")
+        if any(split_layer(layer)[1] for layer in layers):
+            raise UserError("--sweep sets K itself: give --layers without it")
+        shapes = shapes or [SWEEP_SHAPE]
+    elif args.plot:
+        raise UserError(f"--plot {args.plot} draws a sweep: add --sweep")
+    shapes = shapes or [SHAPES[name] for name in ("ptb", "one-billion", "en-de")]
     args.shapes = [shape._replace(tokens=args.tokens or shape.tokens) for shape in shapes]
-    for name, least in (("rounds", 1), ("threads", 1), ("tokens", TINY + 1), ("memory_limit", 0)):
-        value = getattr(args, name)
-        if value is not None and not value >= least:
-            raise UserError(f"--{name.replace('_', '-')} {value} is not allowed: at least {least}")
     for shape in args.shapes:
         if shape.tokens <= TINY:
             raise UserError(f"--shapes {shape.shape} has too few tokens: at least {TINY + 1}")
-        for layer in args.layers:
+        for variant in variants(args.layers, ["eager"]):
             try:
-                build_layer(layer, shape._replace(embed_dim=1, feature_dim=1))
+                build_layer(variant, shape._replace(embed_dim=1, feature_dim=1))
             except UserError as error:  # of K or r
                 raise UserError(f"--shapes {shape.shape}: {error}") from None
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda is not allowed here: torch finds no GPU")
     if args.device == "cpu" and args.dtype == "float16":
         raise UserError("--dtype float16 is not allowed with --device cpu: bfloat16, float32 or float64")
-    if args.out and not os.access(os.path.dirname(os.path.abspath(args.out)), os.W_OK):
-        raise UserError(f"--out {args.out} cannot be written: its folder is missing or read-only")
+    peers = installed_peers(args.device)
+    args.impls = args.impls or ["eager", "fused", *peers]
+    for impl in args.impls:
+        if impl in PEERS and impl not in peers:
+            raise UserError(
+                f"--impls {impl} is not allowed here: it is not installed, or not for --device {args.device}"
+            )
     return args
 
 
@@ -142,6 +250,7 @@ def provenance(args) -> dict:
         "load_before": round(os.getloadavg()[0], 2),
         "dtype": args.dtype,
         "noise": args.noise,
+        "label_smoothing": args.label_smoothing,
         "rounds": args.rounds,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -151,24 +260,35 @@ def provenance(args) -> dict:
     }
 
 
+def number(value, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def milliseconds(row) -> str:
+    return row["skipped"] or "{ms_median:.1f} ({ms_min:.1f}–{ms_max:.1f})".format(**row)
+
+
+def at_least(row, column: str) -> str:
+    """The batch of a row; where more fits into its budget, it says so."""
+    return ("≥ " if row["fits_more"] else "") + number(row[column], ",")
+
+
 def markdown(rows, facts) -> str:
     """The rows as a table."""
     lines = [
         ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items()),
         "",
-        "| shape | layer | N | ms, median (min–max) | time ratio | FLOP ratio | paper | memory, MB | parameters |",
-        "| --- | --- | --: | --: | --: | --: | --: | --: | --: |",
+        "| shape | layer | impl | budget, GB | N | ms, median (min–max) | µs a token | time ratio | FLOP ratio | paper "
+        "| matmul | memory, MB | parameters |",
+        "| --- | --- | --- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
     ]
-
-    def number(value, form):
-        return "–" if value is None else format(value, form)
-
     for row in rows:
-        milliseconds = row["skipped"] or "{ms_median:.1f} ({ms_min:.1f}–{ms_max:.1f})".format(**row)
-        label = f"{row['layer']}-{row['num_components']}" if row["layer"] in ("moc", "mos") else row["layer"]
-        cells = [row["shape"], label, str(row["tokens"]), milliseconds]
+        shape = row["shape"] if not row["sweep"] else "{sweep}={sweep_value}".format(**row)
+        cells = [shape, row["layer"], row["impl"], number(row["memory_budget_gb"], "g"), at_least(row, "tokens")]
+        cells += [milliseconds(row), number(row["us_per_token"], ",.1f")]
         cells += [number(row[name], ".2f") for name in ("time_ratio", "flop_ratio", "paper_ratio")]
-        cells += [number(row["peak_memory_mb"], ".0f"), number(row["parameters"], ",")]
+        cells += [number(row["matmul_share"], ".0%"), number(row["peak_memory_mb"], ",.0f")]
+        cells += [number(row["parameters"], ",")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -176,6 +296,60 @@ def markdown(rows, facts) -> str:
 def write_rows(path: str, rows, facts) -> None:
     """One line for each row, with the facts of the run; the file appears whole or not at all."""
     write_csv(path, [*COLUMNS, *facts], ({**row, **facts} for row in rows))
+
+
+def draw(path: str, rows, facts) -> None:
+    """Time of a token and memory against V and against K: a colour a layer, a line style an implementation."""
+    import matplotlib  # here, because the processes that memory is measured in import this file
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
+
+    kinds = list(dict.fromkeys(split_layer(row["layer"])[0] for row in rows))
+    impls = list(dict.fromkeys(row["impl"] for row in rows))
+    colors = dict(zip(LAYERS, ("black", "tab:green", "tab:red", "tab:blue", "tab:purple")))
+    styles = dict(zip(impls, ("--", "-", ":", "-.", (0, (1, 3)), (0, (5, 5)))))
+    figure, axes = plt.subplots(2, 2, figsize=(11, 8), sharey="row", constrained_layout=True)
+    for column, swept, label in ((0, "V", "vocabulary size V"), (1, "K", "components K of the mixtures")):
+        of_sweep = [row for row in rows if row["sweep"] == swept and not row["skipped"]]
+        other, fixed = {"V": ("K", "num_components"), "K": ("V", "vocab_size")}[swept]
+        axes[0][column].set_title(f"{other} = {max([row[fixed] for row in of_sweep], default=0):,}", fontsize=10)
+        ticks = sorted({row["sweep_value"] for row in of_sweep})
+        for line, name, unit in ((0, "us_per_token", "µs a token"), (1, "peak_memory_mb", "memory, MB")):
+            axis = axes[line][column]
+            for kind in kinds:
+                for impl in impls:
+                    points = [
+                        (row["sweep_value"], max(row[name], 1 if name == "peak_memory_mb" else 0))
+                        for row in of_sweep
+                        if (split_layer(row["layer"])[0], row["impl"]) == (kind, impl)
+                    ]
+                    if points:
+                        axis.plot(*zip(*points), color=colors[kind], linestyle=styles[impl], marker=".")
+            axis.set(xscale="log", yscale="log", xlabel=label)
+            axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+            axis.minorticks_off()
+            axis.grid(alpha=0.3)
+            axis.set_ylabel(unit if column == 0 else "")
+    handles = [Line2D([], [], color=colors[kind], label=kind) for kind in kinds]
+    handles += [Line2D([], [], color="gray", linestyle=styles[impl], label=impl) for impl in impls]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    figure.suptitle(
+        f"{facts['machine']}, {facts['threads']} threads, {facts['dtype']}, torch {facts['torch']}", fontsize=8
+    )
+    write_whole(path, lambda part: figure.savefig(part, dpi=150))
+    plt.close(figure)
+
+
+def write_outputs(script: str, outputs, rows, facts) -> None:
+    """Writes those of (option, path, function) that have a path; ends the program where one cannot be written."""
+    for option, path, write in outputs:
+        if path:
+            try:
+                write(path, rows, facts)
+            except OSError as error:
+                sys.exit(f"{script}: {option} {path} cannot be written: {error.strerror}")
 
 
 def main(argv=None):
@@ -186,19 +360,22 @@ def main(argv=None):
     # for the processes that memory is measured in
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     facts = provenance(args)
-    setting = Setting(args.device, args.dtype, args.threads, args.noise)
-    limit = None if args.memory_limit is None else args.memory_limit * 1e9
+    setting = Setting(args.device, args.dtype, args.threads, args.noise, args.label_smoothing)
+    limit, budgets = settings_of_memory(args)
+    chosen = variants(args.layers, args.impls)
+    points = len(SWEEP_VOCAB_SIZES) + len(SWEEP_COMPONENTS) if args.sweep else len(args.shapes) * len(budgets)
     rows = []
-    with tqdm(total=len(args.shapes) * len(args.layers) * (args.rounds + 2), unit="step") as bar:
+    with tqdm(total=points * turns(len(chosen), args.rounds), unit="turn") as bar:
         for shape in args.shapes:
             bar.set_description(shape.shape)
-            rows += benchmark(shape, args.layers, setting, args.rounds, limit, bar.update)
+            if args.sweep:
+                rows += sweep(shape, args.layers, args.impls, setting, args.rounds, limit, bar.update)
+            else:
+                for budget in budgets:
+                    rows += benchmark(shape, chosen, setting, args.rounds, limit, budget, bar.update)
     print(markdown(rows, facts))
-    if args.out:
-        try:
-            write_rows(args.out, rows, facts)
-        except OSError as error:
-            sys.exit(f"benchmark_output_layers.py: --out {args.out} cannot be written: {error.strerror}")
+    outputs = (("--out", args.out, write_rows), ("--plot", args.plot, draw))
+    write_outputs("benchmark_output_layers.py", outputs, rows, facts)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mixtape_plugin.analysis import network_benchmark as library
-from mixtape_plugin.analysis.benchmark import Setting
+from mixtape_plugin.analysis.benchmark import BASELINE, Budget, Setting, Variant, paper_ratio, variants
 from mixtape_plugin.analysis.network_benchmark import SHAPES, TrainingStep, benchmark, network_args
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "benchmark_networks.py"
@@ -22,6 +22,9 @@ spec.loader.exec_module(script)
 LAYERS = ("softmax", "moc-2", "mos-3", "mixtape", "mixtape-no-sharing")
 TINY = SHAPES["ptb"]._replace(
     shape="tiny", vocab_size=40, embed_dim=6, hidden_sizes="8,7,5", batch_size=3, segment_length=6, layers=LAYERS
+)
+TRANSLATION = SHAPES["en-de"]._replace(
+    shape="tiny", arch="mixtape_transformer_tiny", vocab_size=40, batch_size=3, segment_length=6, layers=LAYERS
 )
 
 
@@ -43,6 +46,8 @@ def same_number_of_threads():
         ("wikitext2", "mixtape-no-sharing", (300, "1206,1206,650"), (300, "1150,1150,650")),
         ("one-billion", "softmax", (1024, "1024,1024"), (900, "1024,900")),
         ("one-billion", "mos-7", (900, "1024,1024"), (900, "1024,1024")),
+        ("en-de", "softmax", (1024, 4096), (1024, 4096)),
+        ("en-fr", "mixtape", (2048, 8192), (2048, 8192)),
     ],
 )
 def test_sizes_of_the_networks(shape, layer, own, same):
@@ -63,23 +68,31 @@ def test_options_of_the_output_layers():
     assert network_args("softmax", SHAPES["ptb"]).output_layer == "softmax"
     assert network_args("mixtape", SHAPES["ptb"]).frequent_ratio == 0.1
     assert network_args("mixtape-no-sharing", SHAPES["ptb"]).frequent_ratio == 1
+    assert options("mos-9", "en-de") == ("mos", 9) and options("mixtape", "en-fr") == ("mixtape", 4)
+    assert options("softmax", "en-de")[0] == "softmax"
+    assert network_args("mixtape-no-sharing", SHAPES["en-de"]).frequent_ratio == 1
     custom = network_args("softmax", TINY, "own")
     assert (custom.embed_dim, custom.hidden_sizes) == (6, "8,7,6")
 
 
-def test_figures_of_the_paper():
-    # the paper's words: 5% slower on Penn Treebank; out of its tables: MoS-15 2.2 times, and 43% slower with 100K words
-    assert library.paper_ratio("mixtape", SHAPES["ptb"]) == pytest.approx(1.05, abs=0.005)
-    assert library.paper_ratio("mos-15", SHAPES["ptb"]) == 731 / 328
-    assert library.paper_ratio("mixtape", SHAPES["one-billion"]) == pytest.approx(1.43, abs=0.005)
-    assert library.paper_output_share("mixtape", SHAPES["ptb"]) == 27 / 345
-    assert library.paper_ratio("moc-15", SHAPES["ptb"]) is library.paper_output_share("mixtape", TINY) is None
+def test_figures_of_the_papers():
+    # the paper's words: 5% to 18% slower; out of its tables: MoS-15 2.2 times, and 43% slower with 100K words
+    for shape, ratio in (("ptb", 1.05), ("en-de", 1.18), ("en-fr", 1.11), ("one-billion", 1.43)):
+        assert paper_ratio("mixtape", shape, "network") == pytest.approx(ratio, abs=0.005)
+    assert paper_ratio("mos-15", "ptb", "network") == 731 / 328
+    assert library.paper_output_share("mixtape", "ptb", False) == 27 / 345
+    assert library.paper_output_share("mixtape", "ptb", True) == 0.90 / 3.66
+    assert paper_ratio("moc-15", "ptb", "network") is library.paper_output_share("mixtape", "tiny", False) is None
+    assert library.mos_paper_ratio("mos-15", "wikitext2", False) == 2.5
+    assert library.mos_paper_ratio("mos-15", "wikitext2", True) == 6.4
+    assert library.mos_paper_ratio("mixtape", "ptb", False) is library.mos_paper_ratio("mos-9", "en-de", True) is None
 
 
+@pytest.mark.parametrize("impl", ["eager", "fused"])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_step_is_that_of_sgd_on_the_penalised_loss(layer):
+def test_step_is_that_of_sgd_on_the_penalised_loss(layer, impl):
     torch.manual_seed(1)
-    step = TrainingStep(layer, TINY, Setting())
+    step = TrainingStep(Variant(layer, impl), TINY, Setting())
     # a fused loss may draw its noise in another order; the network's dropouts stay
     for name in ("context_dropout", "gate_dropout", "gate_noise"):
         setattr(step.model.decoder.output_projection.config, name, 0.0)
@@ -106,8 +119,46 @@ def test_step_is_that_of_sgd_on_the_penalised_loss(layer):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_output_layer_is_timed_with_its_gradients_and_without_traces(layer):
-    step = TrainingStep(layer, TINY, Setting())
+def test_step_of_a_translator_is_that_of_adam_on_the_smoothed_loss(layer, monkeypatch):
+    torch.manual_seed(1)
+    step = TrainingStep(Variant(layer, "fused"), TRANSLATION, Setting())
+    step.model.decoder.output_projection.config.gate_noise = 0.0
+    expected = copy.deepcopy(step.model)
+    assert expected.training and expected.decoder.dropout_module.p == 0.1
+    before = [parameter.clone() for parameter in step.model.parameters()]
+    gradients = []
+    take = step.optimizer.step
+
+    def record_and_take():
+        gradients.extend(parameter.grad.clone() for parameter in step.model.parameters())
+        take()
+
+    monkeypatch.setattr(step.optimizer, "step", record_and_take)
+    torch.manual_seed(2)
+    assert step() > 0
+
+    torch.manual_seed(2)
+    inputs, target = step.sample["net_input"], step.sample["target"]
+    assert inputs["src_tokens"].shape == target.shape == (3, 6)
+    assert (target[:, -1] == 2).all() and torch.equal(inputs["prev_output_tokens"][:, 1:], target[:, :-1])
+    features, _ = expected(**inputs, features_only=True)
+    log_probs = expected.decoder.output_projection(features).log_softmax(-1).flatten(0, 1)
+    v = log_probs.size(1)
+    smooth = torch.full_like(log_probs, 0.1 / (v - 1)).scatter(1, target.view(-1, 1), 0.9)
+    loss = -(smooth * log_probs).sum(1).mean()
+    loss.backward()
+    for old, new, gradient, wanted in zip(before, step.model.parameters(), gradients, expected.parameters()):
+        torch.testing.assert_close(gradient, wanted.grad, rtol=1e-4, atol=1e-6)
+        clear = gradient.abs() > 1e-5  # far above Adam's epsilon: the first step is lr · sign(g)
+        torch.testing.assert_close((new - old)[clear], -1e-4 * gradient[clear].sign(), rtol=2e-2, atol=1e-6)
+        assert new.grad is None
+    assert sum((gradient.abs() > 1e-5).sum() for gradient in gradients) > 1000
+
+
+@pytest.mark.parametrize("shape", [TINY, TRANSLATION], ids=["language model", "translation"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_output_layer_is_timed_with_its_gradients_and_without_traces(layer, shape):
+    step = TrainingStep(Variant(layer), shape, Setting())
     before = [parameter.clone() for parameter in step.model.parameters()]
     reached = set()
     for name, parameter in step.model.decoder.output_projection.named_parameters():
@@ -118,52 +169,97 @@ def test_output_layer_is_timed_with_its_gradients_and_without_traces(layer):
         assert torch.equal(old, new) and new.grad is None
 
 
+def test_implementations_of_a_layer_share_its_network(monkeypatch):
+    eager = TrainingStep(Variant("mos-3"), TINY, Setting())
+    fused = TrainingStep(Variant("mos-3", "fused"), TINY._replace(batch_size=5), Setting(), like=eager)
+    assert fused.model is eager.model and fused.optimizer is eager.optimizer
+    assert (len(eager.sample["target"]), len(fused.sample["target"])) == (3, 5)
+    layer, called = eager.model.decoder.output_projection, []
+    for name in ("eager_loss", "fused_loss"):
+        loss = getattr(layer, name)
+        monkeypatch.setattr(layer, name, lambda *args, name=name, loss=loss: called.append(name) or loss(*args))
+    for step in (eager, fused, eager.output_layer, fused.output_layer):
+        step()
+    assert called == ["eager_loss", "fused_loss"] * 2
+
+
+class FakeStep(TrainingStep):
+    """A step whose seconds are given, by layer and implementation."""
+
+    seconds, output_seconds, order = {}, {}, []
+
+    def __init__(self, variant, shape, setting, sizes, like=None):
+        super().__init__(variant, shape, setting, sizes, like)
+        self.variant = variant
+
+    def __call__(self):
+        self.order.append(self.variant)
+        return self.seconds[self.variant].pop(0)
+
+    def output_layer(self):
+        self.order.append((self.variant, "output"))
+        return self.output_seconds[self.variant].pop(0)
+
+
 def test_networks_take_turns(monkeypatch):
-    order = []
-    seconds = {"softmax": [9, 1, 2, 6], "mixtape": [9, 7, 3, 5]}  # the first is the warm-up's
-    output_seconds = {"softmax": [9, 1, 1, 1], "mixtape": [0, 2, 4, 1]}
-
-    class FakeStep(TrainingStep):
-        def __init__(self, layer, shape, setting, sizes):
-            super().__init__(layer, shape, setting, sizes)
-            self.layer = layer
-
-        def __call__(self):
-            order.append(self.layer)
-            return seconds[self.layer].pop(0)
-
-        def output_layer(self):
-            order.append(f"{self.layer}'s output")
-            return output_seconds[self.layer].pop(0)
-
+    mixtape_variant = Variant("mixtape", "fused")
+    # the first is the warm-up's
+    FakeStep.seconds = {BASELINE: [9, 1, 2, 6], mixtape_variant: [9, 7, 3, 5]}
+    FakeStep.output_seconds = {BASELINE: [9, 1, 1, 1], mixtape_variant: [0, 2, 4, 1]}
+    FakeStep.order = []
     monkeypatch.setattr(library, "TrainingStep", FakeStep)
     monkeypatch.setattr(library, "in_fresh_process", lambda *args: 5_000_000)
     done = []
-    softmax, mixtape = benchmark(TINY, ["softmax", "mixtape"], Setting(), rounds=3, tick=done.append)
-    assert order == ["softmax", "softmax's output", "mixtape", "mixtape's output"] * 4
+    softmax, mixtape = benchmark(TINY, [BASELINE, mixtape_variant], Setting(), rounds=3, tick=done.append)
+    turns = [BASELINE, (BASELINE, "output"), mixtape_variant, (mixtape_variant, "output")]
+    assert FakeStep.order == turns * 4
     assert sum(done) == 2 * (2 * 3 + 3)
     assert (softmax["ms_median"], softmax["ms_min"], softmax["ms_max"]) == (2000, 1000, 6000)
     assert (mixtape["ms_median"], mixtape["ms_min"], mixtape["ms_max"]) == (5000, 3000, 7000)
-    assert (softmax["time_ratio"], mixtape["time_ratio"]) == (1, 2.5)
+    assert (softmax["time_ratio"], mixtape["time_ratio"]) == (1, pytest.approx(2.5))
     assert (mixtape["output_ms_median"], mixtape["output_ms_min"], mixtape["output_ms_max"]) == (2000, 1000, 4000)
     assert (softmax["output_share"], mixtape["output_share"]) == (0.5, 0.4)
+    assert (softmax["output_time_ratio"], mixtape["output_time_ratio"]) == (1, 2)
     assert mixtape["tokens_per_second"] == 3 * 6 / 5
-    assert mixtape["peak_memory_mb"] == 5
+    assert mixtape["peak_memory_mb"] == 5 and mixtape["impl"] == "fused"
     # V·(E+1), three LSTM layers of sizes 8, 7 and E = 6
     assert softmax["parameters"] == 40 * 7 + 4 * 8 * (6 + 8 + 2) + 4 * 7 * (8 + 7 + 2) + 4 * 6 * (7 + 6 + 2)
 
 
+def test_at_one_memory_budget_each_network_has_its_largest_batch(monkeypatch):
+    a_column = {"softmax": 1000, "mos-3": 3000, "mixtape": 10**9}  # bytes
+
+    def run(function, variant, shape, *args):
+        return 50_000 + a_column[variant.layer] * shape.batch_size
+
+    FakeStep.seconds = {BASELINE: [9, 6], Variant("mos-3"): [9, 8]}
+    FakeStep.output_seconds = {BASELINE: [9, 3], Variant("mos-3"): [9, 6]}
+    monkeypatch.setattr(library, "TrainingStep", FakeStep)
+    monkeypatch.setattr(library, "in_fresh_process", run)
+    layers = [BASELINE, Variant("mos-3"), Variant("mixtape")]
+    rows = benchmark(TINY._replace(shape="ptb"), layers, Setting(), 1, budget=Budget(80_000, largest=8))
+    softmax, mos, mixtape = rows
+    assert (softmax["batch_size"], softmax["fits_more"]) == (24, True)  # 8 times 3
+    assert (mos["batch_size"], mos["fits_more"], mos["peak_memory_mb"]) == (10, False, 0.08)
+    assert (softmax["ms_per_instance"], mos["ms_per_instance"]) == (250, 800)
+    assert mos["time_ratio"] == pytest.approx(3.2) and mos["output_time_ratio"] == pytest.approx(600 / 125)
+    assert mos["paper_ratio"] == 6.25 / 3.06 and mos["paper_output_ratio"] == 3.37 / 0.40
+    assert mixtape["skipped"] == "not one column or sentence fits in 8e-05 GB"
+    table = script.markdown(rows, {"machine": "this"})
+    assert "| ≥ 24×6 |" in table and "not one column" in table
+
+
 def test_what_is_too_large_is_skipped_and_not_run(monkeypatch):
-    def run(function, layer, *args):
-        if layer == "moc-2":
+    def run(function, variant, *args):
+        if variant.layer == "moc-2":
             raise MemoryError
         return 0
 
     monkeypatch.setattr(library, "in_fresh_process", run)
-    shape = TINY._replace(vocab_size=4000)  # so that scores weigh more than all else
-    limit = library.estimate_memory("mos-3", shape) - 1
+    shape = TINY._replace(vocab_size=20_000)  # so that scores weigh more than all else
+    limit = library.estimate_memory(Variant("mos-3"), shape) - 1
     done = []
-    layers = ["softmax", "moc-2", "mos-3"]
+    layers = [BASELINE, Variant("moc-2"), Variant("mos-3")]
     softmax, moc, mos = benchmark(shape, layers, Setting(), 2, memory_limit=limit, tick=done.append)
     assert softmax["skipped"] is None and softmax["ms_median"] > 0
     assert moc["skipped"].startswith("did not fit in") and moc["ms_median"] is moc["time_ratio"] is None
@@ -172,8 +268,19 @@ def test_what_is_too_large_is_skipped_and_not_run(monkeypatch):
     table = script.markdown([softmax, moc, mos], {"machine": "this"})
     assert "did not fit in" in table and "does not fit in" in table
 
-    rows = benchmark(shape, ["softmax", "mos-3"], Setting(), 2, memory_limit=0)
+    rows = benchmark(shape, [BASELINE, Variant("mos-3")], Setting(), 2, memory_limit=0)
     assert [row["time_ratio"] for row in rows] == [None, None]
+
+
+@pytest.mark.parametrize("impl", ["eager", "fused"])
+@pytest.mark.parametrize("layer", ["softmax", "mixtape"])
+def test_memory_of_a_translator_is_within_its_estimate(layer, impl):
+    shape = TRANSLATION._replace(vocab_size=20_000, batch_size=16, segment_length=16)
+    variant = Variant(layer, impl)
+    peak = library.in_fresh_process(library.peak_memory, variant, shape, Setting())
+    weights = 4 * 20_000 * 64  # of the embedding, and as much again for its gradient and each of Adam's two moments
+    scores = 256 * 20_000 * 4
+    assert 4 * weights + (2 * scores if impl == "eager" else 0) <= peak <= library.estimate_memory(variant, shape)
 
 
 @pytest.mark.slow
@@ -183,7 +290,7 @@ def test_run_from_the_command_line(tmp_path):
     out, plot = tmp_path / "run.csv", tmp_path / "run.png"
     command = [sys.executable, str(SCRIPT), "--shapes", text, "--rounds", "2", "--threads", "1"]
     command += ["--batch-size", "4", "--segment-length", "32", "--layers", *layers[1:]]
-    command += ["--out", str(out), "--plot", str(plot)]
+    command += ["--memory-budget", "0.15", "--largest-batch", "2", "--out", str(out), "--plot", str(plot)]
     process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True)
     assert process.returncode == 0, process.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.csv", "run.png"]
@@ -193,24 +300,32 @@ def test_run_from_the_command_line(tmp_path):
         rows = list(csv.DictReader(file))
     facts = ["machine", "cores", "threads", "load_before", "dtype", "noise", "rounds"]
     assert list(rows[0]) == [*library.COLUMNS, *facts, "python", "torch", "plugin", "commit", "date", "sizes"]
-    assert [row["layer"] for row in rows] == layers
-    assert [row["hidden_sizes"] for row in rows] == ["16,8", "16,12", "16,12"]
+    expected = variants(layers, ["eager", "fused"])
+    assert [(row["layer"], row["impl"]) for row in rows] == 2 * expected
+    assert [row["hidden_sizes"] for row in rows[::2]] == 2 * ["16,8", "16,12", "16,12"]
     shape = script.parse_shape(text)._replace(batch_size=4, segment_length=32)
+    at_one_batch, at_one_budget = rows[: len(expected)], rows[len(expected) :]
+    for row, variant in zip(at_one_batch, expected):
+        median = float(row["ms_median"])
+        assert float(row["time_ratio"]) == pytest.approx(median / float(rows[0]["ms_median"]))
+        # eager: log-probabilities and their gradient at least, K times over for MoS
+        least = 2 * scores * (3 if row["layer"] == "mos-3" else 1) if row["impl"] == "eager" else 0
+        assert least <= float(row["peak_memory_mb"]) <= library.estimate_memory(variant, shape) / 1e6
+        assert (row["batch_size"], row["memory_budget_gb"]) == ("4", "")
+    for row in at_one_budget:
+        assert row["memory_budget_gb"] == "0.15" and float(row["peak_memory_mb"]) <= 150
+        assert 1 <= int(row["batch_size"]) <= 8
     for row in rows:
         low, median, high = (float(row[name]) for name in ("ms_min", "ms_median", "ms_max"))
         assert 0 < low <= median <= high
-        assert float(row["time_ratio"]) == pytest.approx(median / float(rows[0]["ms_median"]))
-        assert float(row["tokens_per_second"]) == pytest.approx(1000 * 4 * 32 / median)
+        assert float(row["tokens_per_second"]) == pytest.approx(1000 * int(row["batch_size"]) * 32 / median)
         assert float(row["output_share"]) == pytest.approx(float(row["output_ms_median"]) / median)
-        # log-probabilities and their gradient at least, K times over for MoS
-        least = 2 * scores * (3 if row["layer"] == "mos-3" else 1)
-        assert least <= float(row["peak_memory_mb"]) <= library.estimate_memory(row["layer"], shape) / 1e6
         assert row["torch"] == torch.__version__ and row["threads"] == "1" and row["sizes"] == "same"
         assert row["machine"] and row["commit"] and row["date"] and not row["skipped"]
 
     table = [line for line in process.stdout.splitlines() if line.startswith("|")]
-    assert len(table) == 2 + len(layers)
-    assert {line.count("|") for line in table} == {14}
+    assert len(table) == 2 + len(rows)
+    assert {line.count("|") for line in table} == {19}
     assert f"machine {rows[0]['machine']}, " in process.stdout.splitlines()[0]
 
 
@@ -237,6 +352,9 @@ def test_files_appear_whole_or_not_at_all(write, tmp_path):
         ["--rounds", "0"],
         ["--threads", "0"],
         ["--memory-limit", "nan"],
+        ["--memory-budget", "1e+18"],
+        ["--largest-batch", "0"],
+        ["--label-smoothing", "-0.1"],
         ["--out", "no/such/folder/run.csv"],
         ["--plot", "no/such/folder/run.png"],
         ["--plot", "run.txt"],
@@ -259,11 +377,16 @@ def test_defaults_and_softmax_first():
     assert shape.layers == ("softmax", "mos-3", "mos-5", "mos-10", "mos-15", "mixtape", "mixtape-no-sharing")
     (shape,) = script.parse(["--layers", "mixtape", "softmax", "moc-3", "mixtape", "--batch-size", "48"]).shapes
     assert shape.layers == ("softmax", "mixtape", "moc-3") and shape.batch_size == 48
+    assert [shape.label_smoothing for shape in script.parse(["--shapes", "ptb", "en-de"]).shapes] == [0, 0.1]
+    (shape,) = script.parse(["--shapes", "en-fr", "--label-smoothing", "0.0"]).shapes
+    assert shape.label_smoothing == 0 and shape.layers[1] == "mos-9"
 
 
 @pytest.mark.gpu
 def test_run_on_a_gpu():
-    shape = TINY._replace(vocab_size=20000, batch_size=16, segment_length=32)
-    for row in benchmark(shape, LAYERS, Setting("cuda"), rounds=2):
-        assert row["skipped"] is None and row["ms_median"] > 0
-        assert row["peak_memory_mb"] >= 512 * 20000 * 4 / 1e6  # log-probabilities in float32
+    for tiny in (TINY, TRANSLATION):
+        shape = tiny._replace(vocab_size=20000, batch_size=16, segment_length=32)
+        for row in benchmark(shape, variants(LAYERS, ["eager", "fused"]), Setting("cuda"), rounds=2):
+            assert row["skipped"] is None and row["ms_median"] > 0
+            if row["impl"] == "eager":
+                assert row["peak_memory_mb"] >= 512 * 20000 * 4 / 1e6  # log-probabilities in float32

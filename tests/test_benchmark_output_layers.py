@@ -1,4 +1,5 @@
-"""scripts/benchmark_output_layers.py: its formulas against counts by hand and by torch, a run, what it skips."""
+"""scripts/benchmark_output_layers.py: its formulas against counts by hand and by torch, its search for the largest
+batch, its peers, a run, what it skips."""
 
 import csv
 import importlib.util
@@ -11,7 +12,20 @@ import pytest
 import torch
 
 from mixtape_plugin.analysis import benchmark as library
-from mixtape_plugin.analysis.benchmark import LAYERS, SHAPES, Setting, Shape, Step, benchmark, multiply_adds
+from mixtape_plugin.analysis.benchmark import (
+    BASELINE,
+    LAYERS,
+    SHAPES,
+    Budget,
+    Setting,
+    Shape,
+    Step,
+    Variant,
+    benchmark,
+    multiply_adds,
+)
+from mixtape_plugin.analysis.measuring import largest_batch
+from mixtape_plugin.errors import UserError
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "benchmark_output_layers.py"
 spec = importlib.util.spec_from_file_location("benchmark_output_layers", SCRIPT)
@@ -33,42 +47,88 @@ def test_multiply_adds_of_penn_treebank_by_hand():
     assert multiply_adds("softmax", ptb) == 2_800_000  # 10000·280
     assert multiply_adds("softmax", ptb, projected=True) == 2_800_000 + 173_600  # 280·620
     assert multiply_adds("moc", ptb) == 2_800_000 + 2_604_000  # 15·280·620
-    assert multiply_adds("mos", ptb) == 42_000_000 + 2_604_000
+    assert multiply_adds("mos", ptb) == multiply_adds("mos-15", ptb) == 42_000_000 + 2_604_000
+    assert multiply_adds("mos-3", ptb) == 8_400_000 + 520_800
     # 1000 frequent tokens: 3·1000·280, 4·280·620, 3·64·1000 + 3·64·620
     assert multiply_adds("mixtape", ptb) == 2_800_000 + 840_000 + 694_400 + 311_040
     assert multiply_adds("mixtape-no-sharing", ptb) == 2_800_000 + 8_400_000 + 694_400 + 2_039_040
+    assert multiply_adds("mixtape-2", ptb) == 2_800_000 + 280_000 + 347_200 + 64_000 + 39_680
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", [*LAYERS, "mos-2", "mixtape-3", "mixtape-no-sharing-5"])
 def test_multiply_adds_are_what_torch_counts(layer):
     flop_counter = pytest.importorskip("torch.utils.flop_counter")  # torch 2.1 and up
-    step = Step(layer, TINY, Setting())
+    step = Step(Variant(layer), TINY, Setting())
     with flop_counter.FlopCounterMode(display=False) as counter:
         step()
-    left_out = {"moc": 3 * 10, "mos": 3 * 10, "mixtape": 3 * 10, "mixtape-no-sharing": 3 * 10}  # priors, shared gates
-    assert counter.get_total_flops() == 6 * 20 * (multiply_adds(layer, TINY) + left_out.get(layer, 0))
+    k = library.num_components(layer, TINY)
+    left_out = 0 if layer == "softmax" else 10 * (k - 1 if layer.startswith("mixtape") else k)  # gates or priors
+    assert counter.get_total_flops() == 6 * 20 * (multiply_adds(layer, TINY) + left_out)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", [*LAYERS, "moc-2", "mixtape-3"])
 def test_parameters_are_those_of_the_layer(layer):
-    counted = sum(parameter.numel() for parameter in library.build_layer(layer, TINY).parameters())
+    counted = sum(parameter.numel() for parameter in library.build_layer(Variant(layer), TINY).parameters())
     assert library.count_parameters(layer, TINY) == counted
 
 
 def test_ratios_of_the_paper():
-    # the paper's own words: 11.5x faster than MoS on Penn Treebank, 3.5x and 3.2x faster for gate sharing
-    ratio = library.paper_ratio
-    assert ratio("mos", SHAPES["ptb"]) / ratio("mixtape", SHAPES["ptb"]) == pytest.approx(11.5, abs=0.05)
-    for name, sharing in (("ptb", 3.5), ("one-billion", 3.2)):
-        shape = SHAPES[name]
-        assert ratio("mixtape-no-sharing", shape) / ratio("mixtape", shape) == pytest.approx(sharing, abs=0.05)
-    assert ratio("mixtape", SHAPES["ptb"]) == 27 / 14
-    assert ratio("moc", SHAPES["ptb"]) is None and ratio("mixtape", TINY) is None
+    """The paper's own words on its tables."""
+
+    def speedup(slow, fast, shape, column):
+        return library.paper_ratio(slow, shape, column) / library.paper_ratio(fast, shape, column)
+
+    assert speedup("mos-15", "mixtape", "ptb", "output_layer") == pytest.approx(11.5, abs=0.05)
+    for shape, sharing, in_memory in (("ptb", 3.5, 4.3), ("one-billion", 3.2, 4.0)):
+        assert speedup("mixtape-no-sharing", "mixtape", shape, "output_layer") == pytest.approx(sharing, abs=0.05)
+        found = speedup("mixtape-no-sharing", "mixtape", shape, "output_layer_in_memory")
+        assert found == pytest.approx(in_memory, abs=0.05)
+    assert speedup("mos-9", "mixtape", "en-fr", "output_layer") == pytest.approx(1.6, abs=0.05)
+    assert speedup("mos-9", "mixtape", "en-de", "output_layer_in_memory") == pytest.approx(3.5, abs=0.05)
+    for shape, slower in (("ptb", 0.20), ("en-de", 0.34), ("one-billion", 0.6)):  # "20% to 34%", "60%"
+        found = library.paper_ratio("mixtape", shape, "network_in_memory")
+        assert found == pytest.approx(1 + slower, abs=0.02)
+    assert library.paper_ratio("moc-15", "ptb", "output_layer") is None
+    assert library.paper_ratio("mixtape", TINY.shape, "output_layer") is None
+
+
+def test_variants_are_every_layer_in_every_implementation_and_peers_of_softmax():
+    assert library.variants(["softmax", "mos-3"], ["fused", "eager", "torch"]) == [
+        ("softmax", "eager"),
+        ("softmax", "fused"),
+        ("softmax", "torch"),
+        ("mos-3", "fused"),
+        ("mos-3", "eager"),
+    ]
+    for impl in ("eager", "fused"):
+        assert Step(Variant("mixtape", impl), TINY, Setting()).layer.config.output_impl == impl
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("peer", library.PEERS)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch says that it smooths without chunks
+def test_peers_compute_the_loss_of_the_eager_softmax(peer, label_smoothing):
+    device = "cpu" if peer == "torch" else "cuda"
+    if (device == "cuda" and not torch.cuda.is_available()) or peer not in library.installed_peers(device):
+        pytest.skip(f"{peer} is not installed, or there is no GPU")
+    if peer == "cut-cross-entropy" and label_smoothing:
+        pytest.skip("cut-cross-entropy has no label smoothing")
+    dtype = {"torch": "float64", "liger": "float32", "cut-cross-entropy": "bfloat16"}[peer]
+    setting = Setting(device, dtype, label_smoothing=label_smoothing)
+    ours, theirs = (Step(Variant("softmax", impl), TINY, setting) for impl in ("eager", peer))
+    theirs.layer.load_state_dict(ours.layer.state_dict())
+    losses = [step.loss(ours.features, ours.target) for step in (ours, theirs)]
+    tolerance = {"torch": 1e-12, "liger": 1e-5, "cut-cross-entropy": 2e-2}[peer]
+    torch.testing.assert_close(losses[1], losses[0], rtol=tolerance, atol=tolerance, check_dtype=False)
+    for loss in losses:
+        loss.backward()
+    for mine, other in zip(ours.layer.parameters(), theirs.layer.parameters()):
+        torch.testing.assert_close(other.grad, mine.grad, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_step_reaches_every_parameter_and_drops_the_gradients(layer):
-    step = Step(layer, TINY, Setting())
+    step = Step(Variant(layer), TINY, Setting())
     reached = {}
     for name, parameter in step.layer.named_parameters():
         parameter.register_hook(lambda grad, name=name: reached.update({name: grad.abs().sum() > 0}))
@@ -81,50 +141,168 @@ def test_step_reaches_every_parameter_and_drops_the_gradients(layer):
 def test_noise_is_off_unless_asked_for(name):
     shape = SHAPES[name]._replace(vocab_size=30, embed_dim=4, feature_dim=4)
     for noise in (False, True):
-        step = Step("mixtape", shape._replace(tokens=5), Setting(dtype="float64", noise=noise))
+        step = Step(Variant("mixtape"), shape._replace(tokens=5), Setting(dtype="float64", noise=noise))
         assert torch.equal(step.layer(step.features), step.layer(step.features)) is not noise
 
 
+class FakeProduct:
+    width = 1000
+
+    def __init__(self, setting):
+        pass
+
+    def __call__(self):
+        return 0.5  # 10^9 multiply-adds in 500 ms
+
+
 def test_layers_take_turns_and_medians_leave_the_warm_up_out(monkeypatch):
-    seconds = {"softmax": [100, 1, 2, 6], "mixtape": [200, 3, 5, 7]}
+    seconds = {BASELINE: [100, 1, 2, 6], Variant("mixtape", "fused"): [200, 3, 5, 7]}
     order = []
 
     class FakeStep:
-        def __init__(self, layer, shape, setting, tied_weight):
-            self.layer = layer
+        def __init__(self, variant, shape, setting, tied_weight):
+            self.variant = variant
 
         def __call__(self):
-            order.append(self.layer)
-            return seconds[self.layer].pop(0)
+            order.append(self.variant)
+            return seconds[self.variant].pop(0)
 
     monkeypatch.setattr(library, "Step", FakeStep)
+    monkeypatch.setattr(library, "MatrixProduct", FakeProduct)
     monkeypatch.setattr(library, "peak_memory_of_fresh_process", lambda *args: 5_000_000)
-    softmax, mixtape = benchmark(TINY, ["softmax", "mixtape"], Setting(), rounds=3)
-    assert order == ["softmax", "mixtape"] * 4
+    done, variants = [], list(seconds)
+    softmax, mixtape = benchmark(TINY, variants, Setting(), rounds=3, tick=done.append)
+    assert order == variants * 4
+    assert sum(done) == library.turns(2, 3)
     assert (softmax["ms_median"], softmax["ms_min"], softmax["ms_max"]) == (2000, 1000, 6000)
     assert (mixtape["ms_median"], mixtape["ms_min"], mixtape["ms_max"]) == (5000, 3000, 7000)
     assert (softmax["time_ratio"], mixtape["time_ratio"]) == (1, 2.5)
+    assert mixtape["us_per_token"] == 5_000_000 / 20
     assert mixtape["peak_memory_mb"] == 5
+    # 20 tokens, three products of 50·6 each, in 2 s; against 2·10^9 a second
+    assert softmax["matmul_share"] == pytest.approx(20 * 3 * 300 / 2 / 2e9)
 
 
 def test_what_is_too_large_is_skipped_and_not_run(monkeypatch):
-    def run(layer, shape, setting):
-        if layer == "moc":
+    def run(variant, shape, setting):
+        if variant.layer == "moc":
             raise MemoryError
+        if variant.impl == "torch":
+            raise RuntimeError("not this one\nbecause")
         return 0
 
     monkeypatch.setattr(library, "peak_memory_of_fresh_process", run)
     done = []
-    limit = library.estimate_memory("mos", TINY, Setting()) - 1
-    softmax, moc, mos = benchmark(TINY, ["softmax", "moc", "mos"], Setting(), 2, limit, done.append)
+    variants = [BASELINE, Variant("softmax", "torch"), Variant("moc"), Variant("mos"), Variant("mos", "fused")]
+    shape = TINY._replace(vocab_size=5000, tokens=4000)
+    limit = library.estimate_memory(Variant("mos"), shape, Setting()) - 1
+    softmax, peer, moc, mos, fused = benchmark(shape, variants, Setting(), 1, limit, tick=done.append)
     assert softmax["skipped"] is None and softmax["ms_median"] > 0
+    assert peer["skipped"] == "refuses: not this one"
     assert moc["skipped"].startswith("did not fit in") and moc["ms_median"] is moc["time_ratio"] is None
     assert mos["skipped"].startswith("does not fit in") and mos["peak_memory_mb"] is None
-    assert mos["flop_ratio"] > 3 and mos["parameters"] > 0
-    assert sum(done) == 3 * (2 + 2)
+    assert mos["flop_ratio"] > 2.9 and mos["parameters"] > 0
+    assert fused["skipped"] is None and fused["time_ratio"] > 0
+    assert sum(done) == library.turns(5, 1)
 
-    rows = benchmark(TINY, ["softmax", "mos"], Setting(), 2, memory_limit=0)
-    assert [row["time_ratio"] for row in rows] == [None, None]
+    done.clear()
+    rows = benchmark(TINY, [BASELINE, Variant("mos")], Setting(), 2, memory_limit=0, tick=done.append)
+    assert [row["time_ratio"] for row in rows] == [None, None] and sum(done) == library.turns(2, 2)
+
+
+def search(bytes_of, budget, start=64, least=17, most=10**6):
+    """What largest_batch finds, after checks of what it promises; and the batches that it measured."""
+    seen = []
+
+    def peak(batch):
+        assert least <= batch <= most and batch not in seen
+        seen.append(batch)
+        size = bytes_of(batch)
+        if size > 2 * budget:
+            raise MemoryError
+        return size
+
+    found, size = largest_batch(peak, budget, start, least, most)
+    assert found in seen or found == 0
+    if found:
+        assert size == bytes_of(found) <= budget
+    if found < most:
+        assert any(bytes_of(batch) > budget for batch in seen if batch <= max(1.02 * found, found + 1, least))
+    return found, seen
+
+
+@pytest.mark.parametrize("budget", [10**6, 10**7 + 3, 10**8, 10**9])
+@pytest.mark.parametrize("a_token", [997, 20_000, 33_333])
+def test_search_for_the_largest_batch_is_short_where_memory_is_affine(budget, a_token):
+    found, seen = search(lambda batch: 123_456 + a_token * batch, budget)
+    exact = (budget - 123_456) // a_token
+    assert 0.98 * exact - 1 <= found <= exact
+    assert len(seen) <= 9
+
+
+def test_search_for_the_largest_batch_in_other_curves():
+    assert search(lambda batch: 5 * 10**6, 10**6)[0] == 0  # nothing fits
+    assert search(lambda batch: 5 * 10**6, 10**7, most=5000)[0] == 5000  # all fit
+    assert search(lambda batch: 10**5 * batch, 10**7, start=5000)[0] in (98, 99, 100)  # the first is too large
+    assert 0.97 * 10**5 <= search(lambda batch: batch**2, 10**10)[0] <= 10**5
+    staircase = search(lambda batch: 10**6 * (1 + batch // 1000), 10**7)[0]  # a chunk more at each step
+    assert 9999 * 0.98 <= staircase <= 9999
+    saturated = search(lambda batch: min(10**5 * batch, 9 * 10**6) + batch, 10**7, most=10**5)[0]
+    assert saturated == 10**5
+    assert search(lambda batch: batch, 3, start=1, least=1, most=8)[0] == 3
+
+
+def test_at_one_memory_budget_each_layer_has_its_largest_batch(monkeypatch):
+    a_token = {"softmax": 1000, "mixtape": 4000}  # bytes, beyond weights and gradients
+
+    class FakeStep:
+        def __init__(self, variant, shape, setting, tied_weight):
+            self.tokens = shape.tokens
+
+        def __call__(self):
+            return self.tokens / 1000
+
+    monkeypatch.setattr(library, "Step", FakeStep)
+    monkeypatch.setattr(library, "MatrixProduct", FakeProduct)
+    monkeypatch.setattr(
+        library, "peak_memory_of_fresh_process", lambda variant, shape, _: a_token[variant.layer] * shape.tokens
+    )
+    shape = TINY._replace(shape="ptb")
+    variants = [BASELINE, Variant("mixtape"), Variant("mixtape", "fused")]
+    a_token["mos"] = 10**9
+    rows = benchmark(shape, [*variants, Variant("mos")], Setting(), 1, budget=Budget(500_000, largest=20))
+    softmax, mixtape, fused, mos = rows
+    weights = 8 * library.count_parameters("softmax", shape)
+    assert softmax["tokens"] == 400 < (500_000 - weights) / 1000 and softmax["fits_more"]  # 20 times the shape's N
+    weights = 8 * library.count_parameters("mixtape", shape)
+    exact = (500_000 - weights) // 4000
+    assert exact - 2 <= mixtape["tokens"] <= exact and not mixtape["fits_more"]
+    assert mixtape["peak_memory_mb"] == 4000 * mixtape["tokens"] / 1e6
+    assert mixtape["time_ratio"] == pytest.approx(1)  # of a token
+    assert mixtape["paper_ratio"] == 0.90 / 0.40 and mixtape["memory_budget_gb"] == 0.0005
+    assert fused["impl"] == "fused"
+    assert mos["skipped"].startswith("17 tokens do not fit") and mos["tokens"] is None
+    table = script.markdown(rows, {"machine": "this"})
+    assert "≥ 400" in table and "17 tokens do not fit" in table
+
+
+def test_sweep_and_its_plot(monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "SWEEP_VOCAB_SIZES", (40, 80))
+    monkeypatch.setattr(library, "SWEEP_COMPONENTS", (2, 3))
+    monkeypatch.setattr(library, "peak_memory_of_fresh_process", lambda *args: 0)
+    rows = library.sweep(TINY, ["softmax", "mos", "mixtape-no-sharing"], ["eager", "fused"], Setting(), 1)
+    expected = [("V", 40, 40, 3), ("V", 80, 80, 3), ("K", 2, 50, 2), ("K", 3, 50, 3)]
+    points = [(row["sweep"], row["sweep_value"], row["vocab_size"], row["num_components"]) for row in rows]
+    assert [point for point, row in zip(points, rows) if row["layer"].startswith("mos-")] == sorted(
+        2 * expected, key=expected.index
+    )
+    names = {row["layer"] for row in rows if row["sweep_value"] == 2}
+    assert names == {"softmax", "mos-2", "mixtape-no-sharing-2"}
+    assert all(row["time_ratio"] > 0 for row in rows)
+    facts = {"machine": "this", "threads": 1, "dtype": "float32", "torch": "2"}
+    script.draw(str(tmp_path / "sweep.png"), rows, facts)
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert "| K=3 |" in script.markdown(rows, facts)
 
 
 @pytest.mark.slow
@@ -132,36 +310,50 @@ def test_run_from_the_command_line(tmp_path):
     # 2000·512 floats are 41 MB: beyond what malloc keeps for reuse, so that the peaks can be told
     text, values = "20000:8:12:3:0.1:512", 20000 * 512 * 4 / 1e6
     shape = script.parse_shape(text)
-    limit = library.estimate_memory("mixtape-no-sharing", shape, Setting()) / 1e9 - 0.001
+    setting = Setting(noise=True, label_smoothing=0.1)
+    limit = library.estimate_memory(Variant("mixtape-no-sharing"), shape, setting) / 1e9 - 0.001
     out = tmp_path / "run.csv"
     command = [sys.executable, str(SCRIPT), "--shapes", text, "--rounds", "2", "--threads", "1", "--noise"]
-    command += ["--memory-limit", str(limit), "--out", str(out)]
+    command += ["--memory-limit", str(limit), "--memory-budget", "0.2", "--largest-batch", "1", "--out", str(out)]
+    command += ["--impls", "eager", "fused", "--label-smoothing", "0.1"]
     process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True)
     assert process.returncode == 0, process.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["run.csv"]
 
     with open(out, newline="") as file:
         rows = list(csv.DictReader(file))
-    facts = ["machine", "cores", "threads", "load_before", "dtype", "noise", "rounds"]
+    facts = ["machine", "cores", "threads", "load_before", "dtype", "noise", "label_smoothing", "rounds"]
     assert list(rows[0]) == [*library.COLUMNS, *facts, "python", "torch", "plugin", "commit", "date"]
-    assert [row["layer"] for row in rows] == list(LAYERS)
-    assert [row["num_components"] for row in rows] == ["1", "3", "3", "4", "4"]
-    for row in rows[:-1]:
+    expected = [(layer, impl) for layer in LAYERS for impl in ("eager", "fused")]
+    names = [(library.full_name(layer, shape), impl) for layer, impl in expected]
+    assert [(row["layer"], row["impl"]) for row in rows] == 2 * names
+    at_one_batch, at_one_budget = rows[: len(names)], rows[len(names) :]
+    assert [row["num_components"] for row in at_one_batch[::2]] == ["1", "3", "3", "4", "4"]
+    for row, (layer, impl) in zip(at_one_batch, expected):
+        if (layer, impl) == ("mixtape-no-sharing", "eager"):
+            assert row["skipped"].startswith("does not fit in") and row["ms_median"] == ""
+            continue
         low, median, high = (float(row[name]) for name in ("ms_min", "ms_median", "ms_max"))
         assert 0 < low <= median <= high < math.inf
         assert float(row["time_ratio"]) == pytest.approx(median / float(rows[0]["ms_median"]))
-        # log-probabilities and their gradient at least, K times over for MoS
-        least = 2 * values * (3 if row["layer"] == "mos" else 1)
-        most = library.estimate_memory(row["layer"], shape, Setting()) / 1e6
+        # eager: log-probabilities and their gradient at least, K times over for MoS
+        least = 2 * values * (3 if layer == "mos" else 1) if impl == "eager" else 0
+        most = library.estimate_memory(Variant(layer, impl), shape, setting) / 1e6
         assert least <= float(row["peak_memory_mb"]) <= most, row["layer"]
-    assert rows[-1]["skipped"].startswith("does not fit in") and rows[-1]["ms_median"] == ""
+    for row, (layer, _) in zip(at_one_budget, expected):
+        weights = 8 * library.count_parameters(layer, shape) / 1e6
+        assert row["memory_budget_gb"] == "0.2" and 16 < int(row["tokens"]) <= 512
+        assert float(row["peak_memory_mb"]) + weights <= 200
+        assert float(row["us_per_token"]) == pytest.approx(1000 * float(row["ms_median"]) / int(row["tokens"]))
+    mos, fused_mos = at_one_budget[4:6]
+    assert int(mos["tokens"]) < int(fused_mos["tokens"])
     for row in rows:
         assert row["torch"] == torch.__version__ and row["threads"] == "1" and row["noise"] == "True"
         assert row["machine"] and row["commit"] and row["date"]
 
     table = [line for line in process.stdout.splitlines() if line.startswith("|")]
-    assert len(table) == 2 + len(LAYERS)
-    assert {line.count("|") for line in table} == {10}
+    assert len(table) == 2 + len(rows)
+    assert {line.count("|") for line in table} == {14}
     assert f"machine {rows[0]['machine']}, " in process.stdout.splitlines()[0]
 
 
@@ -181,10 +373,19 @@ def test_csv_appears_whole_or_not_at_all(tmp_path):
         ["--shapes", "1000:16:24:0:0.1:64"],
         ["--shapes", "1000:16:24:3:1.5:64"],
         ["--shapes", "1000:16:24:3:0.1:16"],
+        ["--layers", "transformer"],
+        ["--layers", "softmax-3"],
         ["--rounds", "0"],
         ["--threads", "0"],
         ["--tokens", "16"],
         ["--memory-limit", "nan"],
+        ["--memory-budget", "0.0"],
+        ["--memory-budget", "1e+18"],
+        ["--largest-batch", "0"],
+        ["--label-smoothing", "1.0"],
+        ["--impls", "liger"],
+        ["--plot", "sweep.png"],
+        ["--plot", "sweep.txt"],
         ["--out", "no/such/folder/run.csv"],
         pytest.param(["--device", "cuda"], marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
         ["--dtype", "float16"],
@@ -200,14 +401,29 @@ def test_mistakes_get_one_sentence(options, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_softmax_is_always_there():
+def test_softmax_is_always_there_and_layers_may_name_their_components():
     assert script.parse(["--layers", "mixtape", "moc"]).layers == ["softmax", "moc", "mixtape"]
+    assert script.parse(["--layers", "mixtape", "mos-15", "mos-3"]).layers == ["softmax", "mos-15", "mos-3", "mixtape"]
+    assert [shape.shape for shape in script.parse([]).shapes] == ["ptb", "one-billion", "en-de"]
+    assert script.parse([]).impls[:2] == ["eager", "fused"]
+
+
+def test_a_sweep_sets_components_and_has_one_shape():
+    assert script.parse(["--sweep"]).shapes == [library.SWEEP_SHAPE]
+    for options in (["--layers", "mos-3"], ["--shapes", "ptb", "en-de"], ["--memory-budget", "0.1"]):
+        with pytest.raises(UserError, match="--sweep"):
+            script.parse(["--sweep", *options])
 
 
 @pytest.mark.gpu
 def test_run_on_a_gpu():
     shape = Shape("gpu", 20000, 64, 96, 3, 0.1, 512)
-    rows = benchmark(shape, LAYERS, Setting("cuda", "bfloat16"), rounds=2)
-    for row in rows:
+    setting = Setting("cuda", "bfloat16")
+    variants = library.variants(LAYERS, ["eager", "fused", *library.installed_peers("cuda")])
+    for row in benchmark(shape, variants, setting, rounds=2):
         assert row["skipped"] is None and row["ms_median"] > 0
-        assert row["peak_memory_mb"] >= 512 * 20000 * 4 / 1e6  # log-probabilities in float32
+        if row["impl"] == "eager":
+            assert row["peak_memory_mb"] >= 512 * 20000 * 4 / 1e6  # log-probabilities in float32
+    budget = Budget(2e8, largest=4)
+    for row in benchmark(shape, library.variants(LAYERS, ["eager", "fused"]), setting, 1, budget=budget):
+        assert row["skipped"] is None and 16 < row["tokens"] <= 2048

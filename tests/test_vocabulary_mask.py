@@ -140,8 +140,8 @@ def test_low_precision(name, dtype):
     layer.train()
     loss, nll = layer.loss(features, target, label_smoothing=0.1)
     assert loss.isfinite() and nll.isfinite()
-    for loss in (loss, *layer.loss(features, target)):
-        found = gradients(loss, layer, features)
+    for total in (loss, *layer.loss(features, target)):
+        found = gradients(total, layer, features)
         assert all(gradient.isfinite().all() for gradient in found.values())
         assert (found["weight"][masked] == 0).all() and (found["bias"][masked] == 0).all()
 

@@ -1,14 +1,14 @@
-"""Time and memory of one training step of a whole language model with each output layer: what
-scripts/benchmark_networks.py measures.
+"""Time and memory of one training step of a whole network, a language model or a Transformer that translates, with each
+output layer: what scripts/benchmark_networks.py measures.
 
-Shapes: B columns of the text, T time steps of a segment, N = B·T tokens of one step, E embedding, D the last layer's
-units, K components, V vocabulary.
+Shapes: B columns of the text and T time steps of a segment, or B sentences of T tokens on either side, N = B·T tokens
+of one step, E embedding, D the last layer's units, K components, V vocabulary.
 """
 
 from __future__ import annotations
 
 import contextlib
-import statistics
+import math
 from argparse import Namespace
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -16,91 +16,105 @@ from typing import NamedTuple
 import torch
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+from fairseq.optim.adam import FairseqAdam, FairseqAdamConfig
 
 from mixtape_plugin.analysis.benchmark import (
+    BASELINE,
+    PAPER_TIMES,
+    Budget,
     Setting,
+    Variant,
+    fused_memory,
+    paper_ratio,
+)
+from mixtape_plugin.analysis.measuring import (
     available_memory,
+    fit,
     high_water_mark,
     in_fresh_process,
+    largest_batch,
     memory_errors,
     stopwatch,
+    summary,
     take_turns,
 )
 from mixtape_plugin.criterions.awd_lstm_cross_entropy import AWDLSTMCrossEntropy
+from mixtape_plugin.criterions.output_layer_cross_entropy import OutputLayerCrossEntropy
 from mixtape_plugin.data.bptt_dataset import BpttDataset, TokenStream
 from mixtape_plugin.models.awd_lstm_lm import count_parameters, parse_hidden_sizes
 from mixtape_plugin.optim.nt_asgd import NTASGD, NTASGDConfig
 from mixtape_plugin.output_layers import base
 
-CLIP_NORM, WEIGHT_DECAY, LR = 0.25, 1.2e-6, 1.0  # the papers', but for the learning rate, whose value takes no time
+# the papers' for language models, but for the learning rate, whose value takes no time
+CLIP_NORM, WEIGHT_DECAY, LR = 0.25, 1.2e-6, 1.0
 SIZES = ("same", "own")
-TINY = {"vocab_size": 20, "embed_dim": 2, "hidden_sizes": "2,2", "batch_size": 2, "segment_length": 2}
 
 
 class TextShape(NamedTuple):
     """Sizes of a text, and of the networks that model it."""
 
     shape: str  # its name
-    arch: str  # of the softmax network; the mixtures' are named after it
+    arch: str  # of a language model the softmax network's; the mixtures' are named after it
     vocab_size: int  # without masked tokens
     batch_size: int  # B
     segment_length: int  # T
     layers: tuple  # compared by default
     embed_dim: int | None = None  # of all networks, instead of the architectures' own
     hidden_sizes: str | None = None
+    label_smoothing: float = 0.0
+
+    @property
+    def translates(self) -> bool:
+        return self.arch.startswith("mixtape_transformer")
 
 
-TABLE_3 = ("softmax", "mos-3", "mos-5", "mos-10", "mos-15", "mixtape", "mixtape-no-sharing")
+LANGUAGE = ("softmax", "mos-3", "mos-5", "mos-10", "mos-15", "mixtape", "mixtape-no-sharing")  # table 3
 WITH_MOC = ("softmax", "moc-15", "mos-15", "mixtape", "mixtape-no-sharing")
+ONE_BILLION = ("softmax", "mos-7", "mixtape", "mixtape-no-sharing")
+TRANSLATION = ("softmax", "mos-9", "mixtape", "mixtape-no-sharing")
+TINY = {"vocab_size": 20, "embed_dim": 2, "hidden_sizes": "2,2", "batch_size": 2, "segment_length": 2}
+TINY_TRANSLATION = {"arch": "mixtape_transformer_tiny", "vocab_size": 20, "batch_size": 2, "segment_length": 2}
 SHAPES = {
     shape.shape: shape
-    for shape in (  # batches and segments of the MoS paper
-        TextShape("ptb", "awd_lstm_lm_ptb", 10000, 12, 70, TABLE_3),
+    for shape in (  # batches and segments of the MoS paper; those of translation are 256 tokens, the Mixtape paper's
+        TextShape("ptb", "awd_lstm_lm_ptb", 10000, 12, 70, LANGUAGE),
         TextShape("wikitext2", "awd_lstm_lm_wikitext2", 33278, 15, 70, WITH_MOC),
-        TextShape(
-            "one-billion", "awd_lstm_lm_one_billion", 100000, 60, 35, ("softmax", "mos-7", "mixtape", TABLE_3[-1])
-        ),
+        TextShape("one-billion", "awd_lstm_lm_one_billion", 100000, 60, 35, ONE_BILLION),
+        TextShape("en-de", "mixtape_transformer_wmt_en_de_big", 32000, 8, 32, TRANSLATION, label_smoothing=0.1),
+        TextShape("en-fr", "mixtape_transformer_wmt_en_fr_big", 32000, 8, 32, TRANSLATION, label_smoothing=0.1),
     )
 }
 
-# "Out layer" and "all layers" at the same batch size, Mixtape (Yang et al. 2019), tables 3 and 4
-PAPER_TIMES = {
-    "ptb": {
-        "softmax": (14, 328),
-        "mos-3": (147, 439),
-        "mos-5": (173, 488),
-        "mos-10": (242, 609),
-        "mos-15": (310, 731),
-        "mixtape": (27, 345),
-        "mixtape-no-sharing": (95, 487),
-    },
-    "one-billion": {
-        "softmax": (53, 119),
-        "mos-7": (794, 856),
-        "mixtape": (114, 170),
-        "mixtape-no-sharing": (364, 414),
-    },
+# Slowdown of MoS at one batch size ("bs") and at each network's best batch on one GPU ("best-1"), table 13 of the MoS
+# paper (Yang et al. 2018)
+MOS_PAPER_RATIOS = {
+    "ptb": {"softmax": (1, 1), "mos-5": (1.2, None), "mos-10": (1.6, None), "mos-15": (1.9, 2.8)},
+    "wikitext2": {"softmax": (1, 1), "mos-5": (1.3, None), "mos-10": (1.9, None), "mos-15": (2.5, 6.4)},
+    "one-billion": {"softmax": (1, 1), "mos-7": (3.8, 5.7)},
 }
 
-# of a benchmark's rows; times in ms, memory in MB (10^6 bytes), ratios to softmax, shares of the step
+# of a benchmark's rows; times in ms, memory in MB (10^6 bytes), ratios to the eager softmax, shares of the step
 COLUMNS = (
-    *("shape", "layer", "arch", "vocab_size", "embed_dim", "hidden_sizes", "batch_size", "segment_length"),
-    *("parameters", "ms_median", "ms_min", "ms_max", "tokens_per_second", "time_ratio", "paper_ratio"),
-    *("output_ms_median", "output_ms_min", "output_ms_max", "output_share", "paper_output_share"),
-    *("peak_memory_mb", "skipped"),
+    *("shape", "layer", "impl", "arch", "vocab_size", "embed_dim", "hidden_sizes", "label_smoothing"),
+    *("memory_budget_gb", "batch_size", "fits_more", "segment_length", "parameters"),
+    *("ms_median", "ms_min", "ms_max", "tokens_per_second", "ms_per_instance"),
+    *("time_ratio", "paper_ratio", "mos_paper_ratio"),
+    *("output_ms_median", "output_ms_min", "output_ms_max", "output_time_ratio", "paper_output_ratio"),
+    *("output_share", "paper_output_share", "peak_memory_mb", "skipped"),
 )
 
 
-def paper_ratio(layer: str, shape: TextShape) -> float | None:
-    """Time of the network over that of softmax in the Mixtape paper, where it has both."""
-    times = PAPER_TIMES.get(shape.shape, {})
-    return times[layer][1] / times["softmax"][1] if layer in times else None
+def mos_paper_ratio(layer: str, shape: str, budget: bool) -> float | None:
+    """Time of the network over that of softmax in the MoS paper, where it has both."""
+    return MOS_PAPER_RATIOS.get(shape, {}).get(layer, (None, None))[budget]
 
 
-def paper_output_share(layer: str, shape: TextShape) -> float | None:
+def paper_output_share(layer: str, shape: str, budget: bool) -> float | None:
     """Share of the output layer in the time of the network in the Mixtape paper, where it has both."""
-    times = PAPER_TIMES.get(shape.shape, {})
-    return times[layer][0] / times[layer][1] if layer in times else None
+    times = PAPER_TIMES.get(shape, {}).get(layer)
+    if not times:
+        return None
+    return times.output_layer_in_memory / times.network_in_memory if budget else times.output_layer / times.network
 
 
 def network_args(layer: str, shape: TextShape, sizes: str = "same") -> Namespace:
@@ -110,7 +124,7 @@ def network_args(layer: str, shape: TextShape, sizes: str = "same") -> Namespace
         layer: softmax, moc-K, mos-K, mixtape or mixtape-no-sharing.
         sizes: ``own``: those of each layer's architecture, as one would train it; ``same``: MoS's for all, so that
             networks differ in the output layer only. The last layer of softmax, which is tied and has no projection,
-            is then E wide.
+            is then E wide. Transformers are the same anyway; their hidden size is that of the feed-forward layers.
     """
     kind, _, variant = layer.partition("-")
     args = Namespace()
@@ -118,6 +132,11 @@ def network_args(layer: str, shape: TextShape, sizes: str = "same") -> Namespace
         args.output_layer, args.num_components = kind, int(variant)
     elif variant == "no-sharing":
         args.frequent_ratio = 1.0
+    if shape.translates:
+        args.arch, args.output_layer = shape.arch, kind
+        ARCH_CONFIG_REGISTRY[args.arch](args)
+        args.embed_dim, args.hidden_sizes = args.decoder_embed_dim, args.decoder_ffn_embed_dim
+        return args
     args.arch = shape.arch + {"softmax": "", "mixtape": "_mixtape"}.get(kind, "_mos")
     if shape.hidden_sizes:
         common = shape
@@ -150,31 +169,55 @@ def build_network(layer: str, shape: TextShape, sizes: str = "same"):
 
 
 class TrainingStep:
-    """What fairseq-train does with a segment: the network with all its dropouts and noises, loss with activation
-    penalties, backward, clipping, SGD. The text is random.
+    """What fairseq-train does with a segment or with sentences: the network with all its dropouts and noises, loss
+    (with activation penalties in a language model), backward, clipping there, SGD or, to translate, Adam. The text is
+    random, without padding.
+
+    Args:
+        like: a step of the same layer and sizes, to share its network and optimizer with.
     """
 
-    def __init__(self, layer: str, shape: TextShape, setting: Setting, sizes: str = "same"):
-        self.device = setting.device
-        self.model, task = build_network(layer, shape, sizes)
-        self.model.to(setting.device)
-        self.criterion = AWDLSTMCrossEntropy(task, sentence_avg=False)
-        self.optimizer = NTASGD(NTASGDConfig(lr=[LR], weight_decay=WEIGHT_DECAY), list(self.model.parameters()))
-        dictionary = task.target_dictionary
-        predicted = torch.tensor([n for n in range(len(dictionary)) if n not in task.masked_tokens])
-        text = predicted[torch.randint(len(predicted), (shape.batch_size * shape.segment_length,))]
-        stream = TokenStream(text, dictionary.eos(), dictionary.pad(), "train")
-        self.sample = BpttDataset(stream, shape.batch_size, shape.segment_length, training=True)[0]
+    def __init__(
+        self,
+        variant: Variant,
+        shape: TextShape,
+        setting: Setting,
+        sizes: str = "same",
+        like: TrainingStep | None = None,
+    ):
+        self.device, self.impl = setting.device, variant.impl
+        if like:
+            self.task, self.model, self.criterion, self.optimizer = (
+                like.task,
+                like.model,
+                like.criterion,
+                like.optimizer,
+            )
+        else:
+            self.model, self.task = build_network(variant.layer, shape, sizes)
+            self.model.to(setting.device)
+            criterion = OutputLayerCrossEntropy if shape.translates else AWDLSTMCrossEntropy
+            self.criterion = criterion(self.task, sentence_avg=False, label_smoothing=shape.label_smoothing)
+            self.optimizer = build_optimizer(shape, list(self.model.parameters()))
+        self.clip_norm = 0.0 if shape.translates else CLIP_NORM
+        self.sample = (translation_sample if shape.translates else language_sample)(self.task, shape)
         for batch in (self.sample, self.sample["net_input"]):
             batch.update({name: part.to(setting.device) for name, part in batch.items() if torch.is_tensor(part)})
 
+    def output_projection(self):
+        """The output layer, set to the implementation of this step."""
+        layer = self.model.decoder.output_projection
+        layer.config.output_impl = self.impl
+        return layer
+
     def __call__(self) -> float:
         """Takes the step and returns its seconds."""
+        self.output_projection()
         with stopwatch(self.device) as elapsed:
             loss, sample_size, _ = self.criterion(self.model, self.sample)
             self.optimizer.backward(loss)
             self.optimizer.multiply_grads(1 / sample_size)
-            self.optimizer.clip_grad_norm(CLIP_NORM)
+            self.optimizer.clip_grad_norm(self.clip_norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
         return elapsed[0]
@@ -184,15 +227,48 @@ class TrainingStep:
 
         Its weights stay as they are. Clipping and updating them is not counted, here or in the paper.
         """
-        layer, target = self.model.decoder.output_projection, self.sample["target"]
+        layer, target = self.output_projection(), self.sample["target"]
         features = torch.randn(*target.shape, layer.feature_dim, device=self.device, requires_grad=True)
+        options = {"label_smoothing": self.criterion.label_smoothing, "ignore_index": self.criterion.padding_idx}
         with stopwatch(self.device) as elapsed:
-            layer.loss(features, target, ignore_index=self.criterion.padding_idx)[0].backward()
+            layer.loss(features, target, **options)[0].backward()
         self.optimizer.zero_grad()
         return elapsed[0]
 
 
-def peak_memory(layer: str, shape: TextShape, setting: Setting, sizes: str = "same") -> int:
+def build_optimizer(shape: TextShape, parameters):
+    if shape.translates:
+        return FairseqAdam(FairseqAdamConfig(lr=[1e-4], adam_betas="(0.9, 0.98)", tpu=False), parameters)
+    return NTASGD(NTASGDConfig(lr=[LR], weight_decay=WEIGHT_DECAY), parameters)
+
+
+def random_tokens(task, number: int) -> torch.Tensor:
+    predicted = [n for n in range(len(task.target_dictionary)) if n not in task.masked_tokens]
+    return torch.tensor(predicted)[torch.randint(len(predicted), (number,))]
+
+
+def language_sample(task, shape: TextShape) -> dict:
+    """A segment of a text."""
+    dictionary = task.target_dictionary
+    text = random_tokens(task, shape.batch_size * shape.segment_length)
+    stream = TokenStream(text, dictionary.eos(), dictionary.pad(), "train")
+    return BpttDataset(stream, shape.batch_size, shape.segment_length, training=True)[0]
+
+
+def translation_sample(task, shape: TextShape) -> dict:
+    """Sentences of one length, on either side."""
+    size = shape.batch_size, shape.segment_length
+    source, target = random_tokens(task, math.prod(size)).view(size), random_tokens(task, math.prod(size)).view(size)
+    source[:, -1] = target[:, -1] = task.target_dictionary.eos()
+    net_input = {
+        "src_tokens": source,
+        "src_lengths": torch.full(size[:1], shape.segment_length),
+        "prev_output_tokens": target.roll(1, dims=1),
+    }
+    return {"net_input": net_input, "target": target, "ntokens": target.numel(), "nsentences": len(target)}
+
+
+def peak_memory(variant: Variant, shape: TextShape, setting: Setting, sizes: str = "same") -> int:
     """Bytes of a training at its peak, the second step included: weights, gradients, and all that a step holds. What
     torch itself takes with its first step is left out.
 
@@ -200,45 +276,59 @@ def peak_memory(layer: str, shape: TextShape, setting: Setting, sizes: str = "sa
         MemoryError: there is too little.
     """
     torch.set_num_threads(setting.threads)
-    TrainingStep(layer, shape._replace(**TINY), setting)()
+    TrainingStep(variant, shape._replace(**TINY_TRANSLATION if shape.translates else TINY), setting)()
     if setting.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     before = high_water_mark(setting.device)
     with memory_errors():
-        step = TrainingStep(layer, shape, setting, sizes)
+        step = TrainingStep(variant, shape, setting, sizes)
         step()
         step()
     return high_water_mark(setting.device) - before
 
 
-def estimate_memory(layer: str, shape: TextShape, sizes: str = "same") -> int:
-    """Bytes that a training needs at most: weights, gradients and the update three times over, 16 numbers for each
-    unit and token, 8 for each score that the output layer holds at once, 100 MB for the program."""
+def estimate_memory(variant: Variant, shape: TextShape, sizes: str = "same") -> int:
+    """Bytes that a training needs at most: weights, gradients and the update three times over (five times with Adam),
+    16 numbers for each unit and token, 8 for each score that an eager output layer holds at once, 100 MB for the
+    program."""
     # weights without values, where torch has them
     with torch.device("meta") if hasattr(torch.device, "__enter__") else contextlib.nullcontext():
-        model, _ = build_network(layer, shape, sizes)
+        model, _ = build_network(variant.layer, shape, sizes)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    layer = model.decoder.output_projection
     tokens = shape.batch_size * shape.segment_length
-    units = sum(part.hidden_size for part in model.decoder.layers) + model.decoder.embed_tokens.embedding_dim
-    scores = min(tokens * model.decoder.output_projection.scores_per_token, base.MAX_SCORES)
-    return 4 * (4 * parameters + 16 * tokens * units + 8 * scores) + 10**8
+    if shape.translates:
+        units = sum(part.out_features for part in model.modules() if isinstance(part, torch.nn.Linear))
+    else:
+        units = sum(part.hidden_size for part in model.decoder.layers) + model.decoder.embed_tokens.embedding_dim
+    if variant.impl == "eager":
+        scores = 4 * 8 * min(tokens * layer.scores_per_token, base.MAX_SCORES)
+    else:
+        own = sum(parameter.numel() for parameter in layer.parameters())
+        k = getattr(layer, "num_components", 1)
+        kind, smooth = layer.config.output_layer, shape.label_smoothing > 0
+        scores = fused_memory(kind, layer.scores_per_token, k, tokens, own, smooth)
+        scores += 4 * 8 * tokens * (k * (layer.embed_dim + layer.config.gate_dim) + layer.feature_dim)
+    return 4 * ((6 if shape.translates else 4) * parameters + 16 * tokens * units) + scores + 10**8
 
 
 def benchmark(
     shape: TextShape,
-    layers,
+    variants,
     setting: Setting,
     rounds: int,
     sizes: str = "same",
     memory_limit=None,
+    budget: Budget | None = None,
     tick=lambda steps: None,
 ) -> list:
     """Measures the networks at one shape: peak memory first, then time, by :func:`take_turns`, each network's step
     and then its output layer's part of it.
 
     Args:
-        layers: softmax, moc-K, mos-K, mixtape, mixtape-no-sharing.
+        variants: softmax, moc-K, mos-K, mixtape, mixtape-no-sharing, each eager or fused.
         memory_limit: bytes; a network that needs more by :func:`estimate_memory` is skipped (default: what is free).
+        budget: instead of the shape's B, the largest that fits, by :func:`largest_batch`.
         tick: called with the number of turns done, of 2·`rounds` + 3 for each network.
 
     Returns:
@@ -246,41 +336,59 @@ def benchmark(
     """
     limit = available_memory(setting.device) if memory_limit is None else memory_limit
     torch.set_num_threads(setting.threads)
-    rows, steps = [], {}
-    for layer in layers:
-        args = network_args(layer, shape, sizes)
-        row = dict.fromkeys(COLUMNS)
-        row.update({name: value for name, value in shape._asdict().items() if name in COLUMNS})
-        row.update(layer=layer, arch=args.arch, embed_dim=args.embed_dim, hidden_sizes=args.hidden_sizes)
-        row["paper_ratio"] = paper_ratio(layer, shape)
-        row["paper_output_share"] = paper_output_share(layer, shape)
+    rows, steps, networks = [], {}, {}
+    for variant in variants:
+        row = new_row(variant, shape, sizes, budget)
         rows.append(row)
-        estimate = estimate_memory(layer, shape, sizes)
-        measure = (layer, shape, setting, sizes)
-        needs = f"fit in {limit / 1e9:.3g} GB, estimated at {estimate / 1e9:.3g} GB"
-        if estimate > limit:
-            row["skipped"] = f"does not {needs}"
+
+        def peak(batch_size, variant=variant):
+            measure = (variant, shape._replace(batch_size=batch_size), setting, sizes)
+            return peak_memory(*measure) if setting.device == "cuda" else in_fresh_process(peak_memory, *measure)
+
+        if budget:
+            most = budget.largest * shape.batch_size
+            batch_size, found = largest_batch(peak, budget.bytes, shape.batch_size, 1, most)
+            row.update(batch_size=batch_size or None, fits_more=batch_size == most)
+            row["skipped"] = None if batch_size else f"not one column or sentence fits in {budget.bytes / 1e9:.3g} GB"
         else:
-            try:
-                peak = peak_memory(*measure) if setting.device == "cuda" else in_fresh_process(peak_memory, *measure)
-                row["peak_memory_mb"] = peak / 1e6
-                step = TrainingStep(*measure)
-                row["parameters"] = count_parameters(step.model)
-                steps[layer, "network"], steps[layer, "output layer"] = step, step.output_layer
-            except MemoryError:
-                row["skipped"] = f"did not {needs}"
+            found, row["skipped"] = fit(peak, shape.batch_size, estimate_memory(variant, shape, sizes), limit)
+        if not row["skipped"]:
+            row["peak_memory_mb"] = found / 1e6
+            sized = shape._replace(batch_size=row["batch_size"])
+            step = TrainingStep(variant, sized, setting, sizes, networks.get(variant.layer))
+            networks[variant.layer] = step
+            row["parameters"] = count_parameters(step.model)
+            steps[variant, "network"], steps[variant, "output layer"] = step, step.output_layer
         tick(2 * rounds + 3 if row["skipped"] else 1)
 
     times = take_turns(steps, rounds, tick)
-    for row in rows:
+    for variant, row in zip(variants, rows):
         if row["skipped"]:
             continue
-        network, output = times[row["layer"], "network"], times[row["layer"], "output layer"]
-        median, output_median = statistics.median(network), statistics.median(output)
-        row.update(ms_median=median, ms_min=min(network), ms_max=max(network))
-        row.update(output_ms_median=output_median, output_ms_min=min(output), output_ms_max=max(output))
-        row["tokens_per_second"] = 1000 * shape.batch_size * shape.segment_length / median
-        row["output_share"] = output_median / median
-        if ("softmax", "network") in times:
-            row["time_ratio"] = median / statistics.median(times["softmax", "network"])
+        row.update(summary(times[variant, "network"]))
+        row.update({f"output_{name}": ms for name, ms in summary(times[variant, "output layer"]).items()})
+        row["tokens_per_second"] = 1000 * row["batch_size"] * shape.segment_length / row["ms_median"]
+        row["ms_per_instance"] = row["ms_median"] / row["batch_size"]
+        row["output_share"] = row["output_ms_median"] / row["ms_median"]
+        baseline = rows[variants.index(BASELINE)] if (BASELINE, "network") in times else None
+        if baseline:
+            row["time_ratio"] = row["ms_per_instance"] / baseline["ms_per_instance"]
+            batches = row["batch_size"] / baseline["batch_size"]
+            row["output_time_ratio"] = row["output_ms_median"] / baseline["output_ms_median"] / batches
     return rows
+
+
+def new_row(variant: Variant, shape: TextShape, sizes: str, budget: Budget | None) -> dict:
+    """What is known of a row before anything is measured."""
+    layer, memory = variant.layer, "_in_memory" if budget else ""
+    args = network_args(layer, shape, sizes)
+    row = dict.fromkeys(COLUMNS)
+    row.update({name: value for name, value in shape._asdict().items() if name in COLUMNS})
+    row.update(layer=layer, impl=variant.impl)
+    row.update(arch=args.arch, embed_dim=args.embed_dim, hidden_sizes=args.hidden_sizes)
+    row["paper_ratio"] = paper_ratio(layer, shape.shape, f"network{memory}")
+    row["paper_output_ratio"] = paper_ratio(layer, shape.shape, f"output_layer{memory}")
+    row["mos_paper_ratio"] = mos_paper_ratio(layer, shape.shape, bool(budget))
+    row["paper_output_share"] = paper_output_share(layer, shape.shape, bool(budget))
+    row["memory_budget_gb"] = budget and budget.bytes / 1e9
+    return row

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 # Scores of a chunk. On a CPU, glibc keeps blocks of up to 32 MiB for the next step; larger ones are given back to the
 # system, and clearing their pages anew takes longer than using them.
@@ -135,8 +134,9 @@ class _GradientInForward(torch.autograd.Function):
         return loss, nll.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_loss, grad_nll):
+        if torch.is_grad_enabled():  # create_graph: what comes before the loss could be derived again, the loss not
+            raise RuntimeError("a fused loss has no second derivative: use --output-impl eager")
         scale = grad_loss + grad_nll  # of nll there is one only where it is the loss, and zero otherwise
         # What is saved stays as it is: backward may run again.
         scaled = [

@@ -19,6 +19,65 @@ from mixtape_plugin.kernels.common import (
 )
 
 
+class ChunkScores:
+    """Writes the scores of one chunk of tokens after the other, in buffers that all of them share.
+
+    Args:
+        num_tokens: of all chunks; ``slices`` are the chunks.
+        dtype: of the matrix products.
+    """
+
+    def __init__(self, num_tokens, num_components, weight, gate_weight, dtype, noise):
+        self.ops = elementwise(weight.device)
+        self.noise = noise
+        num_frequent, num_gates = len(gate_weight), num_components - 1
+        self.frequent, self.rare = weight.to(dtype).split([num_frequent, len(weight) - num_frequent])
+        self.gate_matrix = gate_weight.to(dtype)
+        values = len(weight) + (num_components + num_gates) * num_frequent
+        self.slices = chunks(num_tokens, values * at_least_float32(dtype).itemsize)
+        place = {"dtype": dtype, "device": weight.device}
+        self.leaves = torch.empty(num_components * longest(self.slices), num_frequent, **place)
+        self.gates = torch.empty(num_gates * longest(self.slices), num_frequent, **place)
+
+    def __call__(self, contexts: Tensor, rare_context: Tensor, gate_contexts: Tensor, scores: Tensor):
+        """Scores of n tokens but for the bias, into ``scores`` [n, V].
+
+        Returns:
+            contexts [K·n, E] and gate_contexts [(K−1)·n, d], component by component, so that the scores of each are
+            one block, and what :func:`mix_` leaves of those: leaves [K, n, S], gates [K−1, n, S].
+        """
+        n, num_frequent = len(scores), len(self.frequent)
+        contexts = contexts.transpose(0, 1).flatten(0, 1)
+        gate_contexts = gate_contexts.transpose(0, 1).flatten(0, 1)
+        leaves = torch.mm(contexts, self.frequent.t(), out=self.leaves[: len(contexts)]).view(-1, n, num_frequent)
+        gates = torch.mm(gate_contexts, self.gate_matrix.t(), out=self.gates[: len(gate_contexts)])
+        gates = gates.view(-1, n, num_frequent)
+        self.ops.mix_(leaves, gates, self.noise, scores[:, :num_frequent])
+        torch.mm(rare_context, self.rare.t(), out=scores[:, num_frequent:])
+        return contexts, gate_contexts, leaves, gates
+
+
+@torch.no_grad()
+def mixtape_scores(
+    contexts: Tensor,
+    rare_context: Tensor,
+    gate_contexts: Tensor,
+    weight: Tensor,
+    gate_weight: Tensor,
+    bias: Tensor,
+    noise: float = 0.0,
+):
+    """Scores [N, V] of Mixtape, for inference: arguments as of :func:`mixtape_loss`."""
+    dtype = compute_dtype(contexts)
+    contexts, rare_context, gate_contexts = (tensor.to(dtype) for tensor in (contexts, rare_context, gate_contexts))
+    with torch.autocast(contexts.device.type, enabled=False):
+        score = ChunkScores(len(contexts), contexts.size(1), weight, gate_weight, dtype, noise)
+        scores = contexts.new_empty(len(contexts), len(weight))
+        for rows in score.slices:
+            score(contexts[rows], rare_context[rows], gate_contexts[rows], scores[rows])
+        return scores.add_(bias)
+
+
 def mixtape_loss(
     contexts: Tensor,
     rare_context: Tensor,
@@ -58,35 +117,20 @@ def mixtape_loss(
             needed, contexts=contexts, rare_context=rare_context, gate_contexts=gate_contexts,
             weight=weight, gate_weight=gate_weight, bias=bias,
         )  # fmt: skip
-        num_frequent = len(gate_weight)
-        frequent, rare = weight.to(dtype).split([num_frequent, len(weight) - num_frequent])
-        gate_matrix, offset = gate_weight.to(dtype), bias.to(wide)
-        values = len(weight) + (2 * num_components - 1) * num_frequent
-        slices = chunks(len(target), values * wide.itemsize)
-        size = longest(slices)
-        score_buffer = contexts.new_empty(size, len(weight))
-        leaf_buffer = contexts.new_empty(num_components * size, num_frequent)
-        gate_buffer = contexts.new_empty((num_components - 1) * size, num_frequent)
+        score = ChunkScores(len(target), num_components, weight, gate_weight, dtype, noise)
+        num_frequent, offset = len(gate_weight), bias.to(wide)
+        score_buffer = contexts.new_empty(longest(score.slices), len(weight))
         nll, spread = torch.zeros(2, dtype=wide, device=contexts.device)
         allowed_bias = offset if mask is None else offset.masked_fill(mask, 0.0)
-        for rows in slices:
+        for rows in score.slices:
             rare_rows = rare_context[rows]
-            n = len(rare_rows)
-            # component by component, so that each one's scores are one block
-            context = contexts[rows].transpose(0, 1).flatten(0, 1)  # [K·n, E]
-            gate_context = gate_contexts[rows].transpose(0, 1).flatten(0, 1)
-            leaves = torch.mm(context, frequent.t(), out=leaf_buffer[: len(context)])
-            gates = torch.mm(gate_context, gate_matrix.t(), out=gate_buffer[: len(gate_context)])
-            by_leaf, by_gate = leaves.view(-1, n, num_frequent), gates.view(-1, n, num_frequent)
-            scores = score_buffer[:n]
+            scores = score_buffer[: len(rare_rows)]
             frequent_scores, rare_scores = scores[:, :num_frequent], scores[:, num_frequent:]
-            ops.mix_(by_leaf, by_gate, noise, frequent_scores)
-            torch.mm(rare_rows, rare.t(), out=rare_scores)
+            context, gate_context, leaves, gates = score(contexts[rows], rare_rows, gate_contexts[rows], scores)
             if smoothing.epsilon > 0:
-                total = scores.sum(dtype=wide)
                 if mask is not None:
-                    total -= scores[:, mask].sum(dtype=wide)
-                spread -= total + n * allowed_bias.sum()
+                    scores.masked_fill_(mask, 0.0)
+                spread -= scores.sum(dtype=wide) + len(scores) * allowed_bias.sum()
             chunk_nll, log_sum_exp = ops.softmax_minus_label_(
                 scores, offset, target[rows], smoothing.target_weight, scale
             )
@@ -101,17 +145,18 @@ def mixtape_loss(
             if gradients.bias is not None:
                 gradients.bias.add_(scores.sum(0, dtype=wide), alpha=1 / scale)
             if gradients.rare_context is not None:
-                add_product_(gradients.rare_context[rows], rare_scores, rare, 1 / scale)
-            ops.mix_backward_(by_leaf, by_gate, frequent_scores)
+                add_product_(gradients.rare_context[rows], rare_scores, score.rare, 1 / scale)
+            ops.mix_backward_(leaves, gates, frequent_scores)
+            leaves, gates = leaves.flatten(0, 1), gates.flatten(0, 1)
             if gradients.weight is not None:
                 add_product_(gradients.weight[num_frequent:], rare_scores.t(), rare_rows, 1 / scale)
                 add_product_(gradients.weight[:num_frequent], leaves.t(), context, 1 / scale)
             if gradients.contexts is not None:
-                add_transposed(gradients.contexts[rows], leaves, frequent, 1 / scale)
+                add_transposed(gradients.contexts[rows], leaves, score.frequent, 1 / scale)
             if gradients.gate_weight is not None:
                 add_product_(gradients.gate_weight, gates.t(), gate_context, 1 / scale)
             if gradients.gate_contexts is not None:
-                add_transposed(gradients.gate_contexts[rows], gates, gate_matrix, 1 / scale)
+                add_transposed(gradients.gate_contexts[rows], gates, score.gate_matrix, 1 / scale)
         loss = nll if smoothing.epsilon == 0 else smoothing.loss(nll, spread)
         return loss, nll, gradients.all()
 

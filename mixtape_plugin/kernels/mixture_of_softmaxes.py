@@ -20,6 +20,23 @@ from mixtape_plugin.kernels.common import (
 )
 
 
+@torch.no_grad()
+def mixture_of_softmaxes_log_probs(contexts: Tensor, prior: Tensor, weight: Tensor, bias: Tensor):
+    """log p(x|c), [N, V], for inference: arguments as of :func:`mixture_of_softmaxes_loss`."""
+    num_components = contexts.size(1)
+    contexts = contexts.to(compute_dtype(contexts))
+    with torch.autocast(contexts.device.type, enabled=False):
+        wide = at_least_float32(contexts.dtype)
+        matrix, offset = weight.to(contexts.dtype), bias.to(wide)
+        log_prior = F.log_softmax(prior, dim=1, dtype=wide)
+        log_probs = torch.empty(len(contexts), len(weight), dtype=wide, device=contexts.device)
+        for rows in chunks(len(contexts), num_components * len(weight) * wide.itemsize, num_components):
+            scores = F.linear(contexts[rows], matrix).to(wide).add_(offset)  # [n, K, V]
+            scores += (log_prior[rows] - torch.logsumexp(scores, 2)).unsqueeze(2)
+            torch.logsumexp(scores, 1, out=log_probs[rows])
+        return log_probs
+
+
 def mixture_of_softmaxes_loss(
     contexts: Tensor,
     prior: Tensor,

@@ -67,19 +67,17 @@ def softmax_loss(
         if smoothing.epsilon == 0:
             return nll, nll, gradients.all()
 
-        weight_sum = matrix.sum(0, dtype=wide)
+        others = torch.ones_like(offset)
         if mask is not None:
-            weight_sum -= matrix[mask].sum(0, dtype=wide)
+            others[mask] = 0.0
             offset = offset.masked_fill(mask, 0.0)
+        weight_sum = others @ matrix.to(wide)
         context_sum = contexts.sum(0, dtype=wide)
         spread = smoothing.num_tokens * log_sum_exps.sum() - context_sum @ weight_sum - len(target) * offset.sum()
-        others = 1.0 if mask is None else (~mask).to(wide)
         if gradients.contexts is not None:
             gradients.contexts.sub_(weight_sum, alpha=smoothing.epsilon)
         if gradients.weight is not None:
-            gradients.weight.sub_(
-                context_sum if mask is None else torch.outer(others, context_sum), alpha=smoothing.epsilon
-            )
+            gradients.weight.addr_(others, context_sum, alpha=-smoothing.epsilon)
         if gradients.bias is not None:
             gradients.bias.sub_(others, alpha=smoothing.epsilon * len(target))
         return smoothing.loss(nll, spread), nll, gradients.all()

@@ -97,6 +97,11 @@ class OutputLayer(nn.Module):
         return self.bias.masked_fill(self.vocabulary_mask, -torch.inf)
 
     @property
+    def is_fused_inference(self) -> bool:
+        """Whether :meth:`forward` is of evaluation or generation, and free to work in place."""
+        return not (self.training or torch.is_grad_enabled() or self.config.output_impl == "eager")
+
+    @property
     def scores_per_token(self) -> int:
         """About how many numbers as large as a score :meth:`forward` holds for each context."""
         return self.vocab_size
@@ -194,9 +199,14 @@ class MixtureLayer(OutputLayer):
         return contexts.unflatten(-1, (self.num_components, self.embed_dim))
 
 
+def rows(tensor: Tensor, leading: torch.Size) -> Tensor:
+    """A tensor [..., *] as [N, *], its leading dimensions in one."""
+    return tensor.reshape(leading.numel(), *tensor.shape[len(leading) :])
+
+
 def select(tensor: Tensor, counted: Tensor) -> Tensor:
     """Of a tensor [..., *] those of the contexts [...] that are counted, [N, *]."""
-    tensor = tensor.reshape(counted.numel(), *tensor.shape[counted.dim() :])
+    tensor = rows(tensor, counted.shape)
     return tensor if counted.all() else tensor[counted.flatten()]
 
 

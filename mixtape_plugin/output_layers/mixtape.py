@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.kernels.mixtape import mixtape_loss
-from mixtape_plugin.output_layers.base import MixtureLayer, select
+from mixtape_plugin.kernels.mixtape import mixtape_loss, mixtape_scores
+from mixtape_plugin.output_layers.base import MixtureLayer, rows, select
 
 
 def sigmoid_tree(gates: Sequence[Tensor], leaves: Sequence[Tensor]) -> Tensor:
@@ -50,7 +50,7 @@ class Mixtape(MixtureLayer):
     each (context, token, gate) of the frequent tokens and each (context, gate) of the others. ``gate_weight_norm``
     divides each row of U_k by its norm; the constant scale, which the paper does not give, is 1.
 
-    :meth:`forward` holds K + K−1 tensors [..., S].
+    With a gradient, :meth:`forward` holds K + K−1 tensors [..., S].
 
     Raises:
         UserError: K < 2, or r·V rounds to no token.
@@ -106,6 +106,11 @@ class Mixtape(MixtureLayer):
         return [logit.sigmoid_() for logit in frequent], [logit.sigmoid() for logit in shared]
 
     def forward(self, features: Tensor) -> Tensor:
+        if self.is_fused_inference:
+            leading = features.shape[:-1]
+            products = [rows(tensor, leading) for tensor in self.factors(features)]
+            scores = mixtape_scores(*products, self.weight, self.gate_weight, self.logit_bias)
+            return scores.view(*leading, self.vocab_size)
         contexts = self.context_vectors(features).unbind(-2)
         frequent_gates, shared_gates = self.gates(features)
         frequent_weight, rare_weight = self.weight[: self.num_frequent], self.weight[self.num_frequent :]
@@ -116,22 +121,28 @@ class Mixtape(MixtureLayer):
         return torch.cat([frequent, rare], dim=-1)
 
     def fused_loss(self, features, target, counted, smoothing):
-        contexts = self.context_vectors(features)
-        shared = self.gate_shared(features)
-        # u_k·g and b_{x,k} as further dimensions of the product v_x·tanh(U_k g)
+        factors = [select(tensor, counted) for tensor in self.factors(features)]
+        target = select(target, counted)
+        return mixtape_loss(
+            *factors, self.weight, self.gate_weight, self.logit_bias, target, self.noise, smoothing,
+            self.vocabulary_mask,
+        )  # fmt: skip
+
+    def factors(self, features: Tensor):
+        """What scores are products of, for :mod:`mixtape_plugin.kernels.mixtape`: the h_k [..., K, E], their mixture
+        for the rare tokens [..., E], and [..., K−1, d2 + K], whose products with :attr:`gate_weight` are gate logits.
+        """
+        contexts, shared = self.context_vectors(features), self.gate_shared(features)
         hidden = self.gate_contexts(features)
         one_of_k = torch.eye(self.num_gates, dtype=hidden.dtype, device=hidden.device).expand(*shared.shape, -1)
-        gate_contexts = torch.cat([hidden, shared.unsqueeze(-1).to(hidden.dtype), one_of_k], dim=-1)
-        gate_weight = torch.cat(
-            [self.gate_embedding, self.gate_embedding.new_ones(self.num_frequent, 1), self.gate_bias], dim=1
-        )
+        gate_contexts = torch.cat([hidden, shared.unsqueeze(-1), one_of_k], dim=-1)
         if self.noise > 0:
             shared = shared + self.noise * torch.randn_like(shared)
         rare_context = sigmoid_tree(shared.sigmoid().split(1, dim=-1), contexts.unbind(-2))
-        contexts, rare_context, gate_contexts, target = (
-            select(tensor, counted) for tensor in (contexts, rare_context, gate_contexts, target)
-        )
-        return mixtape_loss(
-            contexts, rare_context, gate_contexts, self.weight, gate_weight, self.logit_bias, target, self.noise,
-            smoothing, self.vocabulary_mask,
-        )  # fmt: skip
+        return contexts, rare_context, gate_contexts
+
+    @property
+    def gate_weight(self) -> Tensor:
+        """v_x, and 1 and b_{x,k}, which make u_k·g and the bias of eq. 4 a part of the product, [S, d2 + K]."""
+        ones = self.gate_embedding.new_ones(self.num_frequent, 1)
+        return torch.cat([self.gate_embedding, ones, self.gate_bias], dim=1)

@@ -7,16 +7,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mixtape_plugin.kernels.common import at_least_float32
-from mixtape_plugin.kernels.mixture_of_softmaxes import mixture_of_softmaxes_loss
-from mixtape_plugin.output_layers.base import MixtureLayer, select
+from mixtape_plugin.kernels.mixture_of_softmaxes import mixture_of_softmaxes_log_probs, mixture_of_softmaxes_loss
+from mixtape_plugin.output_layers.base import MixtureLayer, rows, select
 
 
 class MixtureOfSoftmaxes(MixtureLayer):
     """p(x|c) = Σ_k π_k softmax_x(h_k·w_x + b_x), π = softmax(W_π g), h_k = tanh(W_k g + b_k)
     (MoS, section 2.4).
 
-    :meth:`forward` returns log-probabilities in float32 or better, which are scores of themselves. It holds
-    [..., K, V].
+    :meth:`forward` returns log-probabilities in float32 or better, which are scores of themselves. With a gradient, it
+    holds [..., K, V].
 
     Differs from the authors' code: that takes log(p + 1e-8), whose mass is 1 + V·1e-8; here the logarithm is a
     log-sum-exp.
@@ -31,9 +31,16 @@ class MixtureOfSoftmaxes(MixtureLayer):
         return self.num_components * self.vocab_size
 
     def forward(self, features: Tensor) -> Tensor:
-        logits = F.linear(self.context_vectors(features), self.weight, self.logit_bias)  # [..., K, V]
+        contexts, prior = self.context_vectors(features), self.prior(features)
+        if self.is_fused_inference:
+            leading = features.shape[:-1]
+            log_probs = mixture_of_softmaxes_log_probs(
+                rows(contexts, leading), rows(prior, leading), self.weight, self.logit_bias
+            )
+            return log_probs.view(*leading, self.vocab_size)
+        logits = F.linear(contexts, self.weight, self.logit_bias)  # [..., K, V]
         dtype = at_least_float32(logits.dtype)
-        log_prior = F.log_softmax(self.prior(features), dim=-1, dtype=dtype)  # [..., K]
+        log_prior = F.log_softmax(prior, dim=-1, dtype=dtype)  # [..., K]
         log_joint = log_prior.unsqueeze(-1) + F.log_softmax(logits, dim=-1, dtype=dtype)
         if self.vocabulary_mask is None:
             return torch.logsumexp(log_joint, dim=-2)

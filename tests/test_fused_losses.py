@@ -1,0 +1,432 @@
+"""The fused losses against the eager ones and against the papers' formulas in float64, through the layers alone.
+
+Shapes: N tokens, B batch, T time, D features, E embedding, K components, V vocabulary, S frequent tokens.
+"""
+
+import dataclasses
+import weakref
+from unittest import mock
+
+import hypothesis.strategies as st
+import pytest
+import reference
+import torch
+from hypothesis import given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mixtape_plugin.kernels import common
+from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer
+
+D, E, V, S, PAD = 6, 5, 13, 6, 1
+CASES = {
+    "softmax": {"output_layer": "softmax"},
+    "moc": {"output_layer": "moc"},
+    "mos": {"output_layer": "mos"},
+    "mixtape": {"output_layer": "mixtape", "frequent_ratio": S / V},
+    "mixtape without sharing": {"output_layer": "mixtape", "frequent_ratio": 1.0},
+}
+MIXTURES = [case for case in CASES if case != "softmax"]
+MASKED = (0, 4, 7, 12)  # the first and the last token, frequent ones and rare ones
+ROWS = ("weight", "bias", "gate_embedding", "gate_bias")  # parameters with a row a token; the gates' have S of them
+
+each_case = pytest.mark.parametrize("case", CASES)
+each_smoothing = pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+
+
+def build(case, feature_dim=D, embed_dim=E, vocab_size=V, masked=(), tied=None, std=1.0, seed=0, **options):
+    """A fused layer in float64 with normal parameters: biases too, and gates far from 1/2."""
+    options = {"gate_dim": 3, "gate_noise": 0.0, "output_impl": "fused", **CASES[case], **options}
+    if case == "softmax":
+        embed_dim = feature_dim
+    if tied is None:
+        options["output_embed_dim"] = embed_dim
+    layer = build_output_layer(OutputLayerConfig(**options), feature_dim, vocab_size, tied, masked)
+    torch.manual_seed(seed)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=std)
+    return layer.double()
+
+
+def twin(layer, impl="eager"):
+    """The same options and parameters, these in leaves of their own, under another implementation."""
+    config = dataclasses.replace(layer.config, output_impl=impl, output_embed_dim=layer.embed_dim)
+    other = build_output_layer(config, layer.feature_dim, layer.vocab_size, masked_tokens=layer.masked_tokens)
+    other.load_state_dict(layer.state_dict())
+    return other.to(layer.weight.dtype).train(layer.training)
+
+
+def random_batch(layer, *shape, ignored=(), seed=1):
+    """Features [*shape, D] and targets [*shape] among the tokens that can be predicted, PAD where told."""
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(*shape, layer.feature_dim, dtype=torch.float64, generator=generator)
+    allowed = torch.tensor([x for x in range(layer.vocab_size) if x not in layer.masked_tokens])
+    target = allowed[torch.randint(len(allowed), shape, generator=generator)]
+    target.flatten()[list(ignored)] = PAD
+    return features.to(layer.weight.dtype), target
+
+
+def loss_and_gradients(layer, features, target, factor=1, **options):
+    """The loss, nll, and the gradient of factor · loss in the features and in every parameter, by name."""
+    features = features.detach().requires_grad_()
+    loss, nll = layer.loss(features, target, **options)
+    names, parameters = zip(*layer.named_parameters())
+    found = torch.autograd.grad(factor * loss, [features, *parameters])
+    return {"loss": loss.detach(), "nll": nll.detach(), **dict(zip(["features", *names], found))}
+
+
+def by_formula(layer, features, target, label_smoothing=0.0, ignore_index=-100):
+    """The same from the float64 formulas, written for a vocabulary without the masked tokens."""
+    allowed = [x for x in range(layer.vocab_size) if x not in layer.masked_tokens]
+    leaves = {"features": features.detach().double().requires_grad_()}
+    leaves.update((name, p.detach().double().requires_grad_()) for name, p in layer.named_parameters())
+    parameters = dict(leaves)
+    features = parameters.pop("features").flatten(0, -2)
+    for name in ROWS:
+        if name in parameters:
+            parameters[name] = parameters[name][[x for x in allowed if x < len(parameters[name])]]
+    options = {} if layer.config.output_layer == "softmax" else {"num_components": layer.config.num_components}
+    if layer.config.output_layer == "mixtape":
+        options["weight_norm"] = layer.config.gate_weight_norm
+    log_probs = getattr(reference, f"{layer.config.output_layer}_log_probs")(parameters, features, **options)
+    renumbered = [-100 if x == ignore_index else allowed.index(x) for x in target.flatten().tolist()]
+    loss, nll = reference.label_smoothed_loss(log_probs, torch.tensor(renumbered), label_smoothing, -100)
+    found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    return {"loss": loss.detach(), "nll": nll.detach(), **dict(zip(leaves, found))}
+
+
+def assert_same(actual, expected, tolerance=1e-12):
+    """Every entry agrees to `tolerance` of the largest number in it (of 1, where all are smaller)."""
+    assert actual.keys() == expected.keys()
+    for name, wanted in expected.items():
+        found = actual[name]
+        assert found.shape == wanted.shape and found.dtype == wanted.dtype, name
+        if wanted.numel():
+            error = (found - wanted).abs().max().item()
+            assert error <= tolerance * max(1.0, wanted.abs().max().item()), f"{name} is off by {error}"
+
+
+def chunk_bytes(size):
+    """Chunks of the tokens whose scores fit into so many bytes, of one token at least."""
+    return mock.patch.multiple(common, CHUNK_BYTES=size, MIN_ROWS=1)
+
+
+# ----------------------------------------------------------------------------------------------------- the numbers
+
+
+@each_smoothing
+@pytest.mark.parametrize("masked", [(), MASKED], ids=["all", "masked"])
+@each_case
+def test_equals_eager_and_the_formula(case, masked, label_smoothing):
+    for options in {}, {"num_components": 3, "embed_dim": 9, "gate_weight_norm": True}:
+        layer = build(case, masked=masked, **options)
+        features, target = random_batch(layer, 2, 3, 2, ignored=(0, 5))
+        for fill in PAD, -100:
+            smoothing = {"label_smoothing": label_smoothing, "ignore_index": fill}
+            batch = features, target.masked_fill(target == PAD, fill)
+            actual = loss_and_gradients(layer, *batch, **smoothing)
+            assert_same(actual, loss_and_gradients(twin(layer), *batch, **smoothing))
+            assert_same(actual, by_formula(layer, *batch, **smoothing))
+
+
+@each_case
+def test_many_tokens(case):
+    """Enough for every limit of the implementation's own: chunks, and blocks of them."""
+    layer = build(case, vocab_size=3000, std=0.5)
+    features, target = random_batch(layer, 700)
+    actual = loss_and_gradients(layer, features, target, label_smoothing=0.1)
+    assert_same(actual, loss_and_gradients(twin(layer), features, target, label_smoothing=0.1))
+
+
+@each_case
+def test_a_tied_weight_gets_both_gradients(case):
+    """Of the embedding of the inputs and of the output layer, through .backward() as in a model."""
+    gradients = {}
+    for impl in "fused", "eager":
+        torch.manual_seed(0)
+        embedding = torch.nn.Embedding(V, E, dtype=torch.float64)
+        hidden = torch.nn.Linear(E, E if case == "softmax" else D, dtype=torch.float64)
+        layer = build(case, hidden.out_features, tied=embedding.weight, output_impl=impl)
+        assert layer.weight is embedding.weight
+        inputs = torch.randint(V, (2, 5))
+        loss, _ = layer.loss(torch.tanh(hidden(embedding(inputs))), inputs.roll(1), label_smoothing=0.1)
+        loss.backward()
+        modules = torch.nn.ModuleList([embedding, hidden, layer])
+        gradients[impl] = {name: parameter.grad for name, parameter in modules.named_parameters()}
+    assert_same(gradients["fused"], gradients["eager"])
+
+
+@each_case
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(draw=st.data())
+def test_random_shapes(case, draw):
+    sizes = {name: draw.draw(st.integers(1, 7), label=name) for name in ("feature_dim", "embed_dim", "gate_dim")}
+    vocab_size = draw.draw(st.integers(2, 21), label="V")
+    options = {"num_components": draw.draw(st.integers(2 if "mixtape" in case else 1, 8), label="K")}
+    if case == "mixtape":
+        options["frequent_ratio"] = draw.draw(st.integers(1, vocab_size), label="S") / vocab_size
+    masked = draw.draw(st.lists(st.integers(0, vocab_size - 1), max_size=vocab_size - 2, unique=True), label="masked")
+    layer = build(case, vocab_size=vocab_size, masked=masked, **sizes, **options)
+    num_tokens = draw.draw(st.integers(0, 7), label="N")
+    features, target = random_batch(layer, num_tokens)
+    target[draw.draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens), label="ignored")] = -100
+    smoothing = draw.draw(st.sampled_from([0.0, 0.1]), label="label_smoothing")
+    with chunk_bytes(draw.draw(st.sampled_from([1, 1000, 10**6]), label="chunk")):
+        actual = loss_and_gradients(layer, features, target, label_smoothing=smoothing)
+    assert_same(actual, loss_and_gradients(twin(layer), features, target, label_smoothing=smoothing))
+    assert_same(actual, by_formula(layer, features, target, label_smoothing=smoothing))
+
+
+@pytest.mark.parametrize("shape, ignored", [((0,), ()), ((2, 0), ()), ((3,), (0, 1, 2)), ((1,), ()), ((), ())])
+@each_case
+def test_few_and_no_targets(case, shape, ignored):
+    layer = build(case)
+    features, target = random_batch(layer, *shape, ignored=ignored)
+    options = {"label_smoothing": 0.1, "ignore_index": PAD}
+    actual = loss_and_gradients(layer, features, target, **options)
+    assert_same(actual, loss_and_gradients(twin(layer), features, target, **options))
+    if target.ne(PAD).sum() == 0:  # no parameter is left without a gradient, which would stop distributed training
+        assert all((value == 0).all() for value in actual.values())
+
+
+@pytest.mark.parametrize("impl", ["fused", "auto"])
+@each_case
+def test_gradcheck(case, impl):
+    layer = build(case, masked=(4, 12), num_components=3, gate_weight_norm=True, output_impl=impl)
+    features, target = random_batch(layer, 3, ignored=(1,))
+
+    def loss(features, *parameters):
+        return layer.loss(features, target, label_smoothing=0.1, ignore_index=PAD)[0]
+
+    assert torch.autograd.gradcheck(loss, (features.requires_grad_(), *layer.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@each_smoothing
+@each_case
+def test_targets_whose_probability_underflows(case, label_smoothing, dtype):
+    """Logits and prior logits in the hundreds: log p(y) is far below the logarithm of the smallest float."""
+    layer = build(case)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name in ("weight", "bias", "prior.weight"):
+                parameter.mul_(200)
+    layer = layer.to(dtype)
+    features, target = random_batch(layer, 9)
+    actual = loss_and_gradients(layer, features, target, label_smoothing=label_smoothing)
+    expected = by_formula(layer, features, target, label_smoothing=label_smoothing)
+    smallest = torch.finfo(torch.float32).tiny
+    assert expected["nll"] / 9 > -torch.tensor(smallest).log()
+    # Logits are sums of D products, so off by a few units in the last place of the largest, here in the thousands;
+    # a softmax turns that absolute error into a relative one of p, which the gradients are linear in.
+    largest = (layer.weight.abs().sum(1).max() + layer.bias.abs().max()).item()
+    tolerance = 4 * torch.finfo(dtype).eps * largest * max(1.0, features.abs().max().item())
+    assert_same({name: value.double() for name, value in actual.items()}, expected, tolerance)
+
+
+@each_smoothing
+@each_case
+def test_a_masked_target_costs_infinitely_much_and_makes_no_nan(case, label_smoothing):
+    layer = build(case, masked=MASKED)
+    features, target = random_batch(layer, 5)
+    target[3] = MASKED[1]
+    for dtype in torch.float64, torch.float32:
+        found = loss_and_gradients(layer.to(dtype), features.to(dtype), target, label_smoothing=label_smoothing)
+        assert found["loss"] == torch.inf and found["nll"] == torch.inf
+        assert not any(value.isnan().any() for value in found.values())
+
+
+@each_case
+def test_values_in_masked_rows_do_not_matter(case):
+    """They may hold anything, as the rows of symbols that no optimizer step ever moves."""
+    layer = build(case, masked=MASKED)
+    features, target = random_batch(layer, 5)
+    before = loss_and_gradients(layer, features, target, label_smoothing=0.1)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name in ROWS:
+                parameter[[x for x in MASKED if x < len(parameter)]] = 1e6
+    after = loss_and_gradients(layer, features, target, label_smoothing=0.1)
+    assert_same(after, before)
+    assert all((after[name][[x for x in MASKED if x < len(after[name])]] == 0).all() for name in ROWS if name in after)
+
+
+# -------------------------------------------------------------------------------------------------------- autograd
+
+
+@each_case
+def test_the_gradient_of_a_function_of_the_loss(case):
+    layer = build(case)
+    other = twin(layer)
+    features, target = random_batch(layer, 7)
+    plain = loss_and_gradients(layer, features, target, label_smoothing=0.1)
+    gradients = {name: value for name, value in plain.items() if name not in ("loss", "nll")}
+    for factor in 3, 1 / torch.tensor(7.0, dtype=torch.float64), torch.tensor(-0.5), 0:
+        actual = loss_and_gradients(layer, features, target, factor, label_smoothing=0.1)
+        assert_same(actual, loss_and_gradients(other, features, target, factor, label_smoothing=0.1))
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(actual[name], factor * gradient, rtol=1e-12, atol=1e-12)
+
+
+@each_case
+def test_backward_again_and_two_losses_over_the_same_weights(case):
+    layer = build(case)
+    leaves = [features.requires_grad_() for features in (random_batch(layer, 4)[0], random_batch(layer, 3, seed=2)[0])]
+    targets = [random_batch(layer, len(features), seed=3)[1] for features in leaves]
+    alone = [loss_and_gradients(layer, *batch) for batch in zip(leaves, targets)]
+    loss = sum(layer.loss(*batch)[0] for batch in zip(leaves, targets))
+    for times in 1, 2:  # the second backward must find what the first one used as it was
+        loss.backward(retain_graph=times == 1)
+        found = {name: parameter.grad for name, parameter in layer.named_parameters()}
+        assert_same(found, {name: times * (alone[0][name] + alone[1][name]) for name in found})
+        for features, expected in zip(leaves, alone):
+            assert_same({"features": features.grad}, {"features": times * expected["features"]})
+
+
+@each_case
+def test_frozen_tensors(case):
+    """Each parameter, the features, and all of them: the loss stays right and what is left gets its gradient."""
+    layer = build(case, masked=MASKED)
+    features, target = random_batch(layer, 5)
+    expected = loss_and_gradients(twin(layer), features, target, label_smoothing=0.1)
+    leaves = {"features": features, **dict(layer.named_parameters())}
+    for frozen in [*([name] for name in leaves), ["weight", "bias"], list(layer.state_dict()), list(leaves)]:
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(name not in frozen)
+        loss, nll = layer.loss(features, target, label_smoothing=0.1)
+        left = [name for name in leaves if name not in frozen]
+        assert loss.requires_grad == bool(left)
+        found = {"loss": loss.detach(), "nll": nll.detach()}
+        if left:
+            found.update(zip(left, torch.autograd.grad(loss, [leaves[name] for name in left])))
+        assert_same(found, {name: expected[name] for name in found})
+
+
+@each_case
+def test_evaluation(case):
+    """Dropout and noise are off, with and without a gradient, and no random number is drawn."""
+    options = {"context_dropout": 0.5, "gate_dropout": 0.5, "gate_noise": 1.0}
+    layer = build(case, masked=MASKED, **options).eval()
+    features, target = random_batch(layer, 7, ignored=(2,))
+    state = torch.get_rng_state()
+    expected = by_formula(layer, features, target, label_smoothing=0.1, ignore_index=PAD)
+    assert_same(loss_and_gradients(layer, features, target, label_smoothing=0.1, ignore_index=PAD), expected)
+    for context in torch.no_grad, torch.inference_mode:
+        with context():
+            loss, nll = layer.loss(features, target, label_smoothing=0.1, ignore_index=PAD)
+        assert not loss.requires_grad
+        assert_same({"loss": loss, "nll": nll}, {name: expected[name] for name in ("loss", "nll")})
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@each_case
+def test_tensors_that_are_not_contiguous(case):
+    """Features as fairseq has them: [T, B, D] transposed."""
+    layer = build(case)
+    features, target = random_batch(layer, 4, 3)
+    expected = loss_and_gradients(layer, features, target)
+    features, target = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (features, target))
+    assert not features.is_contiguous() and not target.is_contiguous()
+    assert_same(loss_and_gradients(layer, features, target), expected)
+    one = features[:1, :1].expand_as(features)  # all tokens at one address
+    assert_same(loss_and_gradients(layer, one, target), loss_and_gradients(twin(layer), one, target))
+
+
+@each_smoothing
+@each_case
+def test_nothing_wrong_can_be_derived(case, label_smoothing):
+    """The gradient of the nll, and second derivatives, are right or refused, and never zero in silence."""
+    layer = build(case)
+    features, target = random_batch(layer, 3)
+    features.requires_grad_()
+    loss, nll = layer.loss(features, target, label_smoothing=label_smoothing)
+    if nll.requires_grad:
+        (actual,) = torch.autograd.grad(loss + 2 * nll, features)
+        loss, nll = twin(layer).loss(features, target, label_smoothing=label_smoothing)
+        (expected,) = torch.autograd.grad(loss + 2 * nll, features)
+        assert_same({"features": actual}, {"features": expected})
+    second = {}
+    for impl in "fused", "eager":
+        loss, _ = twin(layer, impl).loss(features, target, label_smoothing=label_smoothing)
+        try:
+            (gradient,) = torch.autograd.grad(loss, features, create_graph=True)
+            (second[impl],) = torch.autograd.grad(gradient.pow(2).sum(), features)
+        except RuntimeError:
+            continue
+    assert "eager" in second
+    if "fused" in second:
+        torch.testing.assert_close(second["fused"], second["eager"])
+
+
+# ------------------------------------------------------------------------------------------------ chunks and memory
+
+
+class Memory(TorchDispatchMode):
+    """Bytes of the largest tensor made, and of all alive at once; how many operations made them."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = self.largest = self.operations = 0
+        self.known = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        self.operations += 1
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return output
+
+    def _count(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.known.add(key)
+            weakref.finalize(storage, self._free, key, size)
+            self.live += size
+            self.largest = max(self.largest, size)
+            self.peak = max(self.peak, self.live)
+
+    def _free(self, key, size):
+        self.known.discard(key)
+        self.live -= size
+
+
+@each_case
+def test_the_size_of_chunks_changes_nothing(case):
+    layer = build(case, masked=MASKED)
+    features, target = random_batch(layer, 2, 9, ignored=(3, 4, 17))
+    options = {"label_smoothing": 0.1, "ignore_index": PAD}
+    with Memory() as whole:
+        expected = loss_and_gradients(layer, features, target, **options)
+    operations = [whole.operations]
+    for size in 5000, 1500, 1:
+        with chunk_bytes(size), Memory() as memory:
+            actual = loss_and_gradients(layer, features, target, **options)
+        operations.append(memory.operations)
+        assert_same(actual, expected)
+    assert operations == sorted(operations) and operations[-1] > 2 * operations[0]  # there were several chunks
+
+
+@pytest.mark.parametrize("impl", ["fused", "auto"])
+@each_smoothing
+@each_case
+def test_memory_does_not_grow_with_tokens_times_vocabulary(case, label_smoothing, impl):
+    """All that is left is tokens by widths and vocabulary by widths; the widths are tiny here."""
+    vocab_size, item = 1500, 4
+    noise = {"context_dropout": 0.2, "gate_dropout": 0.2, "gate_noise": 0.1}
+    sizes = {"feature_dim": 3, "embed_dim": 3, "num_components": 3, "gate_dim": 2}
+    if case == "mixtape":
+        noise["frequent_ratio"] = 0.5
+    layer = build(case, vocab_size=vocab_size, masked=MASKED, output_impl=impl, **sizes, **noise).float()
+    for grad in True, False:
+        peaks = []
+        for num_tokens in 200, 400:
+            features, target = random_batch(layer, num_tokens)
+            with chunk_bytes(16 * vocab_size * item), Memory() as memory, torch.set_grad_enabled(grad):
+                loss, _ = layer.loss(features, target, label_smoothing=label_smoothing)
+                if grad:
+                    loss.backward()
+            assert memory.largest < num_tokens * vocab_size * item / 4
+            peaks.append(memory.peak)
+        assert peaks[1] < 400 * vocab_size * item / 2
+        assert peaks[1] - peaks[0] < 200 * vocab_size * item / 10
