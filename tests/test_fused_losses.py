@@ -307,6 +307,7 @@ def test_evaluation(case):
     """Dropout and noise are off, with and without a gradient, and no random number is drawn."""
     options = {"context_dropout": 0.5, "gate_dropout": 0.5, "gate_noise": 1.0}
     layer = build(case, masked=MASKED, **options).eval()
+    eager = twin(layer)
     features, target = random_batch(layer, 7, ignored=(2,))
     state = torch.get_rng_state()
     expected = by_formula(layer, features, target, label_smoothing=0.1, ignore_index=PAD)
@@ -314,6 +315,10 @@ def test_evaluation(case):
     for context in torch.no_grad, torch.inference_mode:
         with context():
             loss, nll = layer.loss(features, target, label_smoothing=0.1, ignore_index=PAD)
+            for batch in features, features[0], features.view(7, 1, -1):
+                scores = eager(batch)
+                torch.testing.assert_close(layer(batch), scores, rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(layer.log_probs(batch), scores.log_softmax(-1), rtol=1e-12, atol=1e-12)
         assert not loss.requires_grad
         assert_same({"loss": loss, "nll": nll}, {name: expected[name] for name in ("loss", "nll")})
     assert torch.equal(torch.get_rng_state(), state)

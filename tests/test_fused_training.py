@@ -184,17 +184,8 @@ def test_the_gradient_is_that_of_the_draw_of_the_loss(case, draw):
         assert torch.autograd.gradcheck(loss, (features.requires_grad_(), *layer.parameters()), fast_mode=True)
 
 
-@pytest.mark.parametrize("case, draw, grad", [(*both, True) for both in CASES_AND_DRAWS] + [("mixtape", "all", False)])
-def test_draws_have_eagers_distribution(case, draw, grad):
-    """Mean and variance of the loss over seeds, to four standard errors of the difference.
-
-    The tokens are all the same but for their targets, a frequent and a rare one, so that the variance of their sum
-    tells whether they have draws of their own: in a chunk, from chunk to chunk, and, locked, from step to step.
-    """
-    layer = build(case, std=0.7, **DRAWS[draw])
-    features, target = random_batch(layer, 4, 2)
-    features = features[:1, :1].expand(4, 2, -1).clone()
-    target[:2], target[2:] = 3, 11
+def assert_eagers_distribution(layer, features, target, grad=True):
+    """Mean and variance of the loss over seeds, to four standard errors of the difference."""
     losses = {}
     for impl in "fused", "eager":
         model, losses[impl] = twin(layer, impl).train(), []
@@ -207,6 +198,28 @@ def test_draws_have_eagers_distribution(case, draw, grad):
     for ours, theirs in (fused, eager), [x.pow(2) for x in deviations]:
         error = (ours.var() / len(ours) + theirs.var() / len(theirs)).sqrt()
         assert error > 0 and (ours.mean() - theirs.mean()).abs() <= 4 * error
+
+
+@pytest.mark.parametrize("case, draw, grad", [(*both, True) for both in CASES_AND_DRAWS] + [("mixtape", "all", False)])
+def test_draws_have_eagers_distribution(case, draw, grad):
+    """The contexts are all the same, and the targets two, a frequent and a rare one, so that the variance of the sum
+    tells whether each has a draw of its own: in a chunk, from chunk to chunk, and, locked, from sequence to sequence.
+    """
+    layer = build(case, std=0.7, **DRAWS[draw])
+    features, target = random_batch(layer, 4, 2)
+    features = features[:1, :1].expand(4, 2, -1).clone()
+    target[:2], target[2:] = 3, 11
+    assert_eagers_distribution(layer, features, target, grad)
+
+
+def test_every_frequent_token_has_noise_of_its_own():
+    """Tokens with the same parameters, of which only their own noise makes one likelier than another."""
+    layer = build("mixtape without sharing", gate_noise=1.0)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name in ROWS:
+                parameter.copy_(parameter[:1].expand_as(parameter).clone())
+    assert_eagers_distribution(layer, *random_batch(layer, 8))
 
 
 # ------------------------------------------------------------------------------------------------- through fairseq

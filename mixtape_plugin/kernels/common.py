@@ -20,6 +20,11 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def score_bytes(dtype: torch.dtype) -> int:
+    """Bytes that a score takes while its softmax is computed."""
+    return torch.finfo(at_least_float32(dtype)).bits // 8
+
+
 class Smoothing(NamedTuple):
     """Label smoothing: loss = target_weight · nll + epsilon · Σ_x −log p(x), over the tokens that are not masked."""
 

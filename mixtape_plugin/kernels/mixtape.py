@@ -16,6 +16,7 @@ from mixtape_plugin.kernels.common import (
     gradient_in_forward,
     gradient_scale,
     longest,
+    score_bytes,
 )
 
 
@@ -34,7 +35,7 @@ class ChunkScores:
         self.frequent, self.rare = weight.to(dtype).split([num_frequent, len(weight) - num_frequent])
         self.gate_matrix = gate_weight.to(dtype)
         values = len(weight) + (num_components + num_gates) * num_frequent
-        self.slices = chunks(num_tokens, values * at_least_float32(dtype).itemsize)
+        self.slices = chunks(num_tokens, values * score_bytes(dtype))
         place = {"dtype": dtype, "device": weight.device}
         self.leaves = torch.empty(num_components * longest(self.slices), num_frequent, **place)
         self.gates = torch.empty(num_gates * longest(self.slices), num_frequent, **place)

@@ -17,6 +17,7 @@ from mixtape_plugin.kernels.common import (
     gradient_in_forward,
     gradient_scale,
     longest,
+    score_bytes,
 )
 
 
@@ -30,7 +31,7 @@ def mixture_of_softmaxes_log_probs(contexts: Tensor, prior: Tensor, weight: Tens
         matrix, offset = weight.to(contexts.dtype), bias.to(wide)
         log_prior = F.log_softmax(prior, dim=1, dtype=wide)
         log_probs = torch.empty(len(contexts), len(weight), dtype=wide, device=contexts.device)
-        for rows in chunks(len(contexts), num_components * len(weight) * wide.itemsize, num_components):
+        for rows in chunks(len(contexts), num_components * len(weight) * score_bytes(wide), num_components):
             scores = F.linear(contexts[rows], matrix).to(wide).add_(offset)  # [n, K, V]
             scores += (log_prior[rows] - torch.logsumexp(scores, 2)).unsqueeze(2)
             torch.logsumexp(scores, 1, out=log_probs[rows])
@@ -72,7 +73,7 @@ def mixture_of_softmaxes_loss(
         gradients = Gradients(needed, contexts=contexts, prior=prior, weight=weight, bias=bias)
         matrix, offset = weight.to(dtype), bias.to(wide)
         log_prior = F.log_softmax(prior, dim=1, dtype=wide)
-        slices = chunks(len(target), num_components * len(weight) * wide.itemsize, num_components)
+        slices = chunks(len(target), num_components * len(weight) * score_bytes(wide), num_components)
         buffer = contexts.new_empty(longest(slices) * num_components, len(weight))
         nll, spread = torch.zeros(2, dtype=wide, device=contexts.device)
         for rows in slices:

@@ -16,6 +16,7 @@ from mixtape_plugin.kernels.common import (
     gradient_in_forward,
     gradient_scale,
     longest,
+    score_bytes,
 )
 
 
@@ -47,7 +48,7 @@ def softmax_loss(
         scale = gradient_scale(dtype)
         gradients = Gradients(needed, contexts=contexts, weight=weight, bias=bias)
         matrix, offset = weight.to(dtype), bias.to(wide)
-        slices = chunks(len(target), len(weight) * wide.itemsize)
+        slices = chunks(len(target), len(weight) * score_bytes(wide))
         buffer = contexts.new_empty(longest(slices), len(weight))
         negative_log_likelihoods = torch.zeros(len(target), dtype=wide, device=contexts.device)
         log_sum_exps = torch.zeros_like(negative_log_likelihoods)
