@@ -26,5 +26,16 @@ setup(
         "subword-nmt",
         "tqdm",
     ],
-    extras_require={"dev": ["hypothesis", "pre-commit", "pytest", "pytest-xdist", "ruff==0.17.5", "scipy"]},
+    extras_require={
+        "dev": [
+            "hypothesis",
+            "pre-commit",
+            "pytest",
+            "pytest-xdist",
+            "ruff==0.17.5",
+            "scipy",
+            # torch with CUDA brings its own; without, Triton's interpreter runs the GPU kernels' tests
+            f'triton>=3.3; sys_platform == "linux" and platform_machine == "x86_64" and {FIXED}',
+        ]
+    },
 )

@@ -61,16 +61,17 @@ def gradient_scale(dtype: torch.dtype) -> float:
 
 @functools.lru_cache(maxsize=None)
 def has_triton() -> bool:
+    """Whether there is a Triton that the kernels are made for, 3.3 or later."""
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError:
         return False
-    return True
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
 
 
 def elementwise(device: torch.device):
     """The module of elementwise operations for this device."""
-    if device.type == "cuda" and has_triton() and torch.cuda.get_device_capability(device) >= (7, 0):
+    if device.type == "cuda" and has_triton() and torch.cuda.get_device_capability(device) >= (8, 0):
         from mixtape_plugin.kernels import triton_ops
 
         return triton_ops

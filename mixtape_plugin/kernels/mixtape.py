@@ -36,18 +36,20 @@ class ChunkScores:
         self.gate_matrix = gate_weight.to(dtype)
         values = len(weight) + (num_components + num_gates) * num_frequent
         self.slices = chunks(num_tokens, values * score_bytes(dtype))
-        place = {"dtype": dtype, "device": weight.device}
-        self.leaves = torch.empty(num_components * longest(self.slices), num_frequent, **place)
-        self.gates = torch.empty(num_gates * longest(self.slices), num_frequent, **place)
+        size, place = longest(self.slices), {"dtype": dtype, "device": weight.device}
+        self.leaves = self.ops.score_buffer(num_components * size, num_frequent, **place)
+        self.gates = self.ops.score_buffer(num_gates * size, num_frequent, **place)
 
-    def __call__(self, contexts: Tensor, rare_context: Tensor, gate_contexts: Tensor, scores: Tensor):
+    def __call__(self, contexts: Tensor, prior: Tensor, gate_contexts: Tensor, scores: Tensor):
         """Scores of n tokens but for the bias, into ``scores`` [n, V].
 
         Returns:
             contexts [K·n, E] and gate_contexts [(K−1)·n, d], component by component, so that the scores of each are
-            one block, and what :func:`mix_` leaves of those: leaves [K, n, S], gates [K−1, n, S].
+            one block; what :func:`mix_` leaves of those, leaves [K, n, S] and gates [K−1, n, S]; and the context of
+            the rare tokens, [n, E].
         """
         n, num_frequent = len(scores), len(self.frequent)
+        rare_context = (prior.unsqueeze(2) * contexts).sum(1)
         contexts = contexts.transpose(0, 1).flatten(0, 1)
         gate_contexts = gate_contexts.transpose(0, 1).flatten(0, 1)
         leaves = torch.mm(contexts, self.frequent.t(), out=self.leaves[: len(contexts)]).view(-1, n, num_frequent)
@@ -55,13 +57,13 @@ class ChunkScores:
         gates = gates.view(-1, n, num_frequent)
         self.ops.mix_(leaves, gates, self.noise, scores[:, :num_frequent])
         torch.mm(rare_context, self.rare.t(), out=scores[:, num_frequent:])
-        return contexts, gate_contexts, leaves, gates
+        return contexts, gate_contexts, leaves, gates, rare_context
 
 
 @torch.no_grad()
 def mixtape_scores(
     contexts: Tensor,
-    rare_context: Tensor,
+    prior: Tensor,
     gate_contexts: Tensor,
     weight: Tensor,
     gate_weight: Tensor,
@@ -70,18 +72,18 @@ def mixtape_scores(
 ):
     """Scores [N, V] of Mixtape, for inference: arguments as of :func:`mixtape_loss`."""
     dtype = compute_dtype(contexts)
-    contexts, rare_context, gate_contexts = (tensor.to(dtype) for tensor in (contexts, rare_context, gate_contexts))
+    contexts, prior, gate_contexts = (tensor.to(dtype) for tensor in (contexts, prior, gate_contexts))
     with torch.autocast(contexts.device.type, enabled=False):
         score = ChunkScores(len(contexts), contexts.size(1), weight, gate_weight, dtype, noise)
         scores = contexts.new_empty(len(contexts), len(weight))
         for rows in score.slices:
-            score(contexts[rows], rare_context[rows], gate_contexts[rows], scores[rows])
+            score(contexts[rows], prior[rows], gate_contexts[rows], scores[rows])
         return scores.add_(bias)
 
 
 def mixtape_loss(
     contexts: Tensor,
-    rare_context: Tensor,
+    prior: Tensor,
     gate_contexts: Tensor,
     weight: Tensor,
     gate_weight: Tensor,
@@ -93,11 +95,11 @@ def mixtape_loss(
 ):
     """Label-smoothed cross entropy of Mixtape (eq. 2 to 6), and its negative log-likelihood, summed, in nats.
 
-    Scores of the S frequent tokens are mixed, those of the others come from contexts that are.
+    Scores of the S frequent tokens are mixed; those of the others, which share their priors, come from mixed contexts.
 
     Args:
         contexts: h_k, [N, K, E].
-        rare_context: Σ_k π_k h_k with the shared priors, [N, E].
+        prior: π of the rare tokens, which share it, [N, K].
         gate_contexts: [N, K−1, d]; times ``gate_weight`` they are the gate logits.
         weight: w_x, [V, E].
         gate_weight: [S, d].
@@ -108,26 +110,27 @@ def mixtape_loss(
     """
     num_components = contexts.size(1)
     dtype = compute_dtype(contexts)
-    contexts, rare_context, gate_contexts = (tensor.to(dtype) for tensor in (contexts, rare_context, gate_contexts))
+    contexts, prior, gate_contexts = (tensor.to(dtype) for tensor in (contexts, prior, gate_contexts))
 
-    def compute(needed, contexts, rare_context, gate_contexts, weight, gate_weight, bias):
+    def compute(needed, contexts, prior, gate_contexts, weight, gate_weight, bias):
         ops = elementwise(contexts.device)
         wide = at_least_float32(dtype)
         scale = gradient_scale(dtype)
         gradients = Gradients(
-            needed, contexts=contexts, rare_context=rare_context, gate_contexts=gate_contexts,
-            weight=weight, gate_weight=gate_weight, bias=bias,
+            needed, contexts=contexts, prior=prior, gate_contexts=gate_contexts, weight=weight,
+            gate_weight=gate_weight, bias=bias,
         )  # fmt: skip
         score = ChunkScores(len(target), num_components, weight, gate_weight, dtype, noise)
         num_frequent, offset = len(gate_weight), bias.to(wide)
-        score_buffer = contexts.new_empty(longest(score.slices), len(weight))
+        score_buffer = ops.score_buffer(longest(score.slices), len(weight), dtype, contexts.device)
         nll, spread = torch.zeros(2, dtype=wide, device=contexts.device)
         allowed_bias = offset if mask is None else offset.masked_fill(mask, 0.0)
         for rows in score.slices:
-            rare_rows = rare_context[rows]
-            scores = score_buffer[: len(rare_rows)]
+            scores = score_buffer[: rows.stop - rows.start]
             frequent_scores, rare_scores = scores[:, :num_frequent], scores[:, num_frequent:]
-            context, gate_context, leaves, gates = score(contexts[rows], rare_rows, gate_contexts[rows], scores)
+            context, gate_context, leaves, gates, rare_context = score(
+                contexts[rows], prior[rows], gate_contexts[rows], scores
+            )
             if smoothing.epsilon > 0:
                 if mask is not None:
                     scores.masked_fill_(mask, 0.0)
@@ -145,15 +148,18 @@ def mixtape_loss(
                 continue
             if gradients.bias is not None:
                 gradients.bias.add_(scores.sum(0, dtype=wide), alpha=1 / scale)
-            if gradients.rare_context is not None:
-                add_product_(gradients.rare_context[rows], rare_scores, score.rare, 1 / scale)
+            if gradients.contexts is not None or gradients.prior is not None:
+                grad_rare = (rare_scores @ score.rare).to(wide).unsqueeze(1) / scale
             ops.mix_backward_(leaves, gates, frequent_scores)
             leaves, gates = leaves.flatten(0, 1), gates.flatten(0, 1)
             if gradients.weight is not None:
-                add_product_(gradients.weight[num_frequent:], rare_scores.t(), rare_rows, 1 / scale)
+                add_product_(gradients.weight[num_frequent:], rare_scores.t(), rare_context, 1 / scale)
                 add_product_(gradients.weight[:num_frequent], leaves.t(), context, 1 / scale)
             if gradients.contexts is not None:
                 add_transposed(gradients.contexts[rows], leaves, score.frequent, 1 / scale)
+                gradients.contexts[rows].addcmul_(prior[rows].to(wide).unsqueeze(2), grad_rare)
+            if gradients.prior is not None:
+                gradients.prior[rows] = (contexts[rows].to(wide) * grad_rare).sum(2)
             if gradients.gate_weight is not None:
                 add_product_(gradients.gate_weight, gates.t(), gate_context, 1 / scale)
             if gradients.gate_contexts is not None:
@@ -161,7 +167,7 @@ def mixtape_loss(
         loss = nll if smoothing.epsilon == 0 else smoothing.loss(nll, spread)
         return loss, nll, gradients.all()
 
-    return gradient_in_forward(compute, contexts, rare_context, gate_contexts, weight, gate_weight, bias)
+    return gradient_in_forward(compute, contexts, prior, gate_contexts, weight, gate_weight, bias)
 
 
 def add_transposed(total: Tensor, left: Tensor, right: Tensor, alpha: float) -> None:

@@ -74,7 +74,7 @@ def mixture_of_softmaxes_loss(
         matrix, offset = weight.to(dtype), bias.to(wide)
         log_prior = F.log_softmax(prior, dim=1, dtype=wide)
         slices = chunks(len(target), num_components * len(weight) * score_bytes(wide), num_components)
-        buffer = contexts.new_empty(longest(slices) * num_components, len(weight))
+        buffer = ops.score_buffer(longest(slices) * num_components, len(weight), dtype, contexts.device)
         nll, spread = torch.zeros(2, dtype=wide, device=contexts.device)
         for rows in slices:
             label = target[rows]

@@ -49,7 +49,7 @@ def softmax_loss(
         gradients = Gradients(needed, contexts=contexts, weight=weight, bias=bias)
         matrix, offset = weight.to(dtype), bias.to(wide)
         slices = chunks(len(target), len(weight) * score_bytes(wide))
-        buffer = contexts.new_empty(longest(slices), len(weight))
+        buffer = ops.score_buffer(longest(slices), len(weight), dtype, contexts.device)
         negative_log_likelihoods = torch.zeros(len(target), dtype=wide, device=contexts.device)
         log_sum_exps = torch.zeros_like(negative_log_likelihoods)
         for rows in slices:

@@ -15,6 +15,11 @@ from mixtape_plugin.kernels.common import at_least_float32
 BLOCK = 2**18
 
 
+def score_buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory [rows, columns] for a chunk's scores."""
+    return torch.empty(rows, columns, dtype=dtype, device=device)
+
+
 def log_sum_exp_softmax_(scores: Tensor) -> Tensor:
     """scores [..., V] become softmax(scores); returns log Σ exp, [...]."""
     top = scores.amax(-1)

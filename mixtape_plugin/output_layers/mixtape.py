@@ -129,17 +129,23 @@ class Mixtape(MixtureLayer):
         )  # fmt: skip
 
     def factors(self, features: Tensor):
-        """What scores are products of, for :mod:`mixtape_plugin.kernels.mixtape`: the h_k [..., K, E], their mixture
-        for the rare tokens [..., E], and [..., K−1, d2 + K], whose products with :attr:`gate_weight` are gate logits.
+        """What scores are products of, for :mod:`mixtape_plugin.kernels.mixtape`: the h_k [..., K, E], the priors that
+        the rare tokens share, [..., K], and [..., K−1, d2 + K], which times :attr:`gate_weight` are gate logits.
         """
-        contexts, shared = self.context_vectors(features), self.gate_shared(features)
-        hidden = self.gate_contexts(features)
+        contexts, shared, hidden = (
+            self.context_vectors(features),
+            self.gate_shared(features),
+            self.gate_contexts(features),
+        )
         one_of_k = torch.eye(self.num_gates, dtype=hidden.dtype, device=hidden.device).expand(*shared.shape, -1)
         gate_contexts = torch.cat([hidden, shared.unsqueeze(-1), one_of_k], dim=-1)
         if self.noise > 0:
             shared = shared + self.noise * torch.randn_like(shared)
-        rare_context = sigmoid_tree(shared.sigmoid().split(1, dim=-1), contexts.unbind(-2))
-        return contexts, rare_context, gate_contexts
+        components = torch.eye(self.num_components, dtype=shared.dtype, device=shared.device)
+        prior = sigmoid_tree(
+            shared.sigmoid().split(1, dim=-1), components.expand(*shared.shape[:-1], -1, -1).unbind(-2)
+        )
+        return contexts, prior, gate_contexts
 
     @property
     def gate_weight(self) -> Tensor:

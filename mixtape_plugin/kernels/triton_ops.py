@@ -1,0 +1,460 @@
+"""The elementwise operations of the fused losses as Triton kernels: the names and signatures of ``torch_ops``.
+
+Buffers are float64, float32, bfloat16 or float16; arithmetic is in float32 or better. Their last dimension is
+contiguous, the others have any strides, best multiples of 16. Targets are in [0, V): no kernel checks it. NaN and +∞
+among the scores reach the results, so that a loss scaler sees them.
+
+Sizes and strides of rows, K and Python floats are compile-time constants: a new value compiles a kernel anew. Blocks
+are chosen by size alone: an autotuner would run a kernel again on its own output.
+
+Shapes: n tokens, V vocabulary, K components, S frequent tokens.
+"""
+
+from typing import Optional, Tuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_ROW_BLOCK = 8192  # columns of a row that a softmax takes in one step
+MAX_TILE = 4096  # elements of a tile [K, columns] of a mixture of softmaxes
+MAX_MIX_BLOCK = 1024  # columns of one program of the sigmoid tree
+PHILOX_ROUNDS = tl.constexpr(7)  # the fewest that pass BigCrush (Salmon et al. 2011)
+# Stands in for -inf in running maxima: x - LOWEST is never the NaN of -inf - -inf, and exp(-inf - LOWEST) is 0.
+LOWEST = tl.constexpr(-3.4e38)
+
+
+def score_buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory [rows, columns] for a chunk's scores. Each row begins at a multiple of 16 elements, without which loads
+    and stores would be of one element at a time."""
+    return torch.empty(rows, triton.cdiv(columns, 16) * 16, dtype=dtype, device=device)[:, :columns]
+
+
+# ---------------------------------------------------------------------------------------------- softmax
+
+
+@triton.jit
+def load_scores(logits, bias, real, columns, size: tl.constexpr, ACC: tl.constexpr):
+    """logits + bias of some columns, for the rows that are real; -inf elsewhere."""
+    scores = tl.load(logits + columns, mask=real & (columns < size), other=-float("inf")).to(ACC)
+    if bias is not None:
+        scores += tl.load(bias + columns, mask=columns < size, other=0.0).to(ACC)
+    return scores
+
+
+@triton.jit
+def online_sum(highest, total, scores):
+    """One step of Σ exp(score - highest), each lane on its own, with one exp: lanes are joined once, at the end."""
+    shrink = tl.exp(-tl.abs(scores - highest))
+    total = tl.where(scores > highest, total * shrink + 1.0, total + shrink)
+    return tl.maximum(highest, scores), total
+
+
+@triton.jit
+def softmax_minus_label_kernel(
+    logits,
+    bias,
+    target,
+    nll,
+    log_sum_exp,
+    stride_row: tl.constexpr,
+    size: tl.constexpr,
+    target_weight: tl.constexpr,
+    scale: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride_row
+    answer = tl.load(target + row)
+    target_score = tl.load(logits + answer).to(ACC)
+    if bias is not None:
+        target_score += tl.load(bias + answer).to(ACC)
+
+    highest = tl.full([BLOCK], LOWEST, ACC)
+    total = tl.zeros([BLOCK], ACC)
+    for start in range(0, size, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        scores = load_scores(logits, bias, True, columns, size, ACC)
+        highest, total = online_sum(highest, total, scores)
+    top = tl.max(highest, 0)
+    norm = tl.sum(total * tl.exp(highest - top), 0)
+    tl.store(nll + row, tl.log(norm) + (top - target_score))
+    tl.store(log_sum_exp + row, tl.log(norm) + top)
+
+    tl.debug_barrier()  # every thread has read its target's score before another overwrites it
+    inverse = scale / norm
+    for start in range(0, size, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        scores = load_scores(logits, bias, True, columns, size, ACC)
+        grad = tl.exp(scores - top) * inverse
+        grad = tl.where(columns == answer, grad - scale * target_weight, grad)
+        tl.store(logits + columns, grad, mask=columns < size)
+
+
+def softmax_minus_label_(
+    logits: Tensor, bias: Optional[Tensor], target: Tensor, target_weight: float, scale: float = 1.0
+) -> Tuple[Tensor, Tensor]:
+    """logits [n, V] become scale · (softmax(logits + bias) − target_weight · onehot(target)), rounded once.
+
+    Args:
+        bias: [V]; probability is exactly 0 where it is −∞.
+        target: [n]
+
+    Returns:
+        the negative log-likelihood −log p(target), [n], finite where p underflows and +∞ where bias[target] is −∞; and
+        log Σ exp(logits + bias), [n]; in nats.
+    """
+    n, size = logits.shape
+    acc = accumulator(logits)
+    nll, log_sum_exp = logits.new_empty(2, n, dtype=acc)
+    warps = 4 if size <= 2048 else 8 if size <= 32768 else 16
+    launch(
+        softmax_minus_label_kernel,
+        n,
+        logits,
+        contiguous(bias),
+        contiguous(target),
+        nll,
+        log_sum_exp,
+        stride_row=logits.stride(0),
+        size=size,
+        target_weight=float(target_weight),
+        scale=float(scale),
+        ACC=TL_DTYPES[acc],
+        BLOCK=min(triton.next_power_of_2(size), 512 * warps, MAX_ROW_BLOCK),
+        num_warps=warps,
+    )
+    return nll, log_sum_exp
+
+
+# ---------------------------------------------------------------------------------------------- mixture of softmaxes
+
+
+@triton.jit
+def log_sum_exp(x):
+    """Over axis 0, kept with size 1; -inf where all are -inf."""
+    top = tl.maximum(tl.max(x, 0, keep_dims=True), LOWEST)
+    return top + tl.log(tl.sum(tl.exp(x - top), 0, keep_dims=True))
+
+
+@triton.jit
+def share_of(log_joint, log_prob):
+    """exp(log_joint - log_prob), 0 where both are -inf; NaN stays NaN."""
+    return tl.where(log_joint < LOWEST, 0.0, tl.exp(log_joint - log_prob))
+
+
+@triton.jit
+def mos_smoothing_kernel(
+    logits,
+    bias,
+    log_prior,
+    target,
+    mask,
+    nll,
+    spread,
+    posterior,
+    rho,
+    stride_component: tl.int64,
+    stride_row: tl.constexpr,
+    size: tl.constexpr,
+    target_weight: tl.constexpr,
+    epsilon: tl.constexpr,
+    scale: tl.constexpr,
+    ACC: tl.constexpr,
+    K: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    component = tl.arange(0, K_BLOCK)[:, None]
+    real = component < K
+    logits += row * stride_row + component * stride_component  # [K_BLOCK, 1]
+    answer = tl.load(target + row)
+    target_score = tl.load(logits + answer, mask=real, other=-float("inf")).to(ACC)
+    if bias is not None:
+        target_score += tl.load(bias + answer).to(ACC)
+
+    highest = tl.full([K_BLOCK, BLOCK], LOWEST, ACC)
+    total = tl.zeros([K_BLOCK, BLOCK], ACC)
+    for start in range(0, size, BLOCK):
+        columns = start + tl.arange(0, BLOCK)[None, :]
+        scores = load_scores(logits, bias, real, columns, size, ACC)
+        highest, total = online_sum(highest, total, scores)
+    top = tl.max(highest, 1, keep_dims=True)
+    norm = tl.sum(total * tl.exp(highest - top), 1, keep_dims=True)
+    norm = tl.where(real, norm, 1.0)
+    log_scale = tl.load(log_prior + row * K + component, mask=real, other=-float("inf")).to(ACC) - tl.log(norm)
+
+    target_joint = target_score - top + log_scale  # log π_k p_k(target)
+    target_log_prob = log_sum_exp(target_joint)
+    posteriors = share_of(target_joint, target_log_prob)
+    tl.store(nll + row, -tl.sum(target_log_prob))
+    tl.store(posterior + row * K + component, posteriors, mask=real)
+
+    shares = tl.zeros([K_BLOCK, BLOCK], ACC)
+    spreads = tl.zeros([1, BLOCK], ACC)
+    for start in range(0, size, BLOCK):
+        columns = start + tl.arange(0, BLOCK)[None, :]
+        scores = load_scores(logits, bias, real, columns, size, ACC)
+        joint = scores - top + log_scale
+        log_prob = log_sum_exp(joint)
+        shares += share_of(joint, log_prob)
+        counted = columns < size
+        if mask is not None:
+            counted = counted & (tl.load(mask + columns, mask=counted, other=1) == 0)
+        spreads -= tl.where(counted, log_prob, 0.0)
+    shares_sum = tl.sum(shares, 1, keep_dims=True)
+    tl.store(spread + row, tl.sum(spreads))
+    tl.store(rho + row * K + component, shares_sum, mask=real)
+
+    tl.debug_barrier()  # every thread has read its target's scores before another overwrites them
+    prob_weight = scale * (target_weight * posteriors + epsilon * shares_sum) / norm
+    target_grad = scale * target_weight * posteriors
+    for start in range(0, size, BLOCK):
+        columns = start + tl.arange(0, BLOCK)[None, :]
+        scores = load_scores(logits, bias, real, columns, size, ACC)
+        joint = scores - top + log_scale
+        grad = tl.exp(scores - top) * prob_weight - scale * epsilon * share_of(joint, log_sum_exp(joint))
+        grad = tl.where(columns == answer, grad - target_grad, grad)
+        tl.store(logits + columns, grad, mask=real & (columns < size))
+
+
+def mos_smoothing_(
+    logits: Tensor,
+    bias: Optional[Tensor],
+    log_prior: Tensor,
+    target: Tensor,
+    target_weight: float,
+    epsilon: float,
+    mask: Optional[Tensor],
+    scale: float = 1.0,
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logits [n, K, V] become scale times the gradient of target_weight · nll + epsilon · spread of a mixture of
+    softmaxes, p(x) = Σ_k π_k p_k(x): p_kx (target_weight · r_k + epsilon · ρ_k) − epsilon · R_kx
+    − target_weight · r_k · [x = target].
+
+    Args:
+        bias: [V]; probability is exactly 0 where it is −∞.
+        log_prior: log π_k, [n, K].
+        target: [n]
+        mask: [V], true for tokens that the spread leaves out.
+
+    Returns:
+        nll = −log p(target), [n]; spread = Σ_x −log p(x), [n]; the posterior of the target, r_k = π_k p_k(target) /
+        p(target), [n, K], 0 where p(target) is; ρ_k = Σ_x R_kx, [n, K], where R_kx = π_k p_k(x) / p(x).
+    """
+    n, num_components, size = logits.shape
+    acc = accumulator(logits)
+    nll, spread = logits.new_empty(2, n, dtype=acc)
+    posterior, rho = logits.new_empty(2, n, num_components, dtype=acc)
+    rows = triton.next_power_of_2(num_components)
+    launch(
+        mos_smoothing_kernel,
+        n,
+        logits,
+        contiguous(bias),
+        contiguous(log_prior),
+        contiguous(target),
+        None if mask is None else contiguous(mask).view(torch.uint8),
+        nll,
+        spread,
+        posterior,
+        rho,
+        logits.stride(1),
+        stride_row=logits.stride(0),
+        size=size,
+        target_weight=float(target_weight),
+        epsilon=float(epsilon),
+        scale=float(scale),
+        ACC=TL_DTYPES[acc],
+        K=num_components,
+        K_BLOCK=rows,
+        BLOCK=min(triton.next_power_of_2(size), max(MAX_TILE // rows, 1)),
+        num_warps=8,
+    )
+    return nll, spread, posterior, rho
+
+
+# ---------------------------------------------------------------------------------------------- sigmoid tree
+
+
+@triton.jit
+def normal4(seed, column, row, group):
+    """Four standard normals for each (column, row, group): each has 32 of the 128 bits of Philox' counter to itself, so
+    that no two elements share a number however many there are."""
+    zero = column * 0
+    a, b, c, d = tl.philox(seed, column, zero + row, zero + group, zero, PHILOX_ROUNDS)
+    w, x = tl.pair_uniform_to_normal(tl.uint_to_uniform_float(a), tl.uint_to_uniform_float(b))
+    y, z = tl.pair_uniform_to_normal(tl.uint_to_uniform_float(c), tl.uint_to_uniform_float(d))
+    return w, x, y, z
+
+
+@triton.jit
+def mix_kernel(
+    leaves,
+    gates,
+    out,
+    stride_leaf: tl.int64,
+    stride_gate: tl.int64,
+    blocks,
+    seed,
+    stride_leaf_row: tl.constexpr,
+    stride_gate_row: tl.constexpr,
+    stride_root_row: tl.constexpr,
+    size: tl.constexpr,
+    noise: tl.constexpr,
+    K: tl.constexpr,
+    LEAVES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    leaves += row * stride_leaf_row + columns
+    gates += row * stride_gate_row + columns
+
+    normals = ()
+    if noise > 0:
+        for group in tl.static_range((K + 2) // 4):
+            normals = normals + normal4(seed, columns, tl.program_id(0) // blocks, group)
+    values = ()  # of the nodes 2K-2, 2K-3, ... 0
+    for node in tl.static_range(2 * K - 2, K - 2, -1):
+        values = values + (tl.load(leaves + (LEAVES >> 8 * node & 255) * stride_leaf, mask=inside).to(ACC),)
+    for node in tl.static_range(K - 2, -1, -1):
+        logit = tl.load(gates + node * stride_gate, mask=inside).to(ACC)
+        if noise > 0:
+            logit += noise * normals[node]
+        gamma = tl.sigmoid(logit)
+        difference = values[2 * K - 3 - 2 * node] - values[2 * K - 4 - 2 * node]
+        values = values + (values[2 * K - 4 - 2 * node] + gamma * difference,)
+        tl.store(gates + node * stride_gate, gamma, mask=inside)
+        tl.store(leaves + (SLOTS >> 8 * node & 255) * stride_leaf, difference, mask=inside)
+    tl.store(out + row * stride_root_row + columns, values[2 * K - 2], mask=inside)
+
+
+@triton.jit
+def mix_backward_kernel(
+    leaves,
+    gates,
+    grad,
+    stride_leaf: tl.int64,
+    stride_gate: tl.int64,
+    blocks,
+    stride_leaf_row: tl.constexpr,
+    stride_gate_row: tl.constexpr,
+    stride_root_row: tl.constexpr,
+    size: tl.constexpr,
+    K: tl.constexpr,
+    LEAVES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    leaves += row * stride_leaf_row + columns
+    gates += row * stride_gate_row + columns
+
+    grads = (tl.load(grad + row * stride_root_row + columns, mask=inside).to(ACC),)  # of the nodes 0, 1, ... 2K-2
+    for node in tl.static_range(K - 1):
+        gamma = tl.load(gates + node * stride_gate, mask=inside).to(ACC)
+        difference = tl.load(leaves + (SLOTS >> 8 * node & 255) * stride_leaf, mask=inside).to(ACC)
+        left = grads[node] * gamma
+        tl.store(gates + node * stride_gate, left * difference * (1.0 - gamma), mask=inside)
+        grads = grads + (left, grads[node] * (1.0 - gamma))
+    tl.debug_barrier()  # every difference has been read before a leaf's gradient takes its place
+    for node in tl.static_range(K - 1, 2 * K - 1):
+        tl.store(leaves + (LEAVES >> 8 * node & 255) * stride_leaf, grads[node], mask=inside)
+
+
+def mix_(leaves: Tensor, gates: Tensor, noise: float, out: Tensor) -> None:
+    """The sigmoid tree over leaves [K, n, S] with gate logits [K−1, n, S], into out [n, S].
+
+    Node j takes left + right to right + γ_j · (left − right). Left behind for :func:`mix_backward_`: γ in ``gates``,
+    and each node's difference in the slot of its left child, which is that of the child's rightmost leaf. The last slot
+    keeps its leaf: unlike in torch_ops, values of nodes never leave the registers.
+
+    Args:
+        noise: standard deviation of the normal noise that each gate logit gets. Its seed comes from torch's generator
+            of the CPU.
+    """
+    # from 2³² on: Triton would compile another kernel for a seed of 32 bits
+    seed = int(torch.randint(1 << 32, 1 << 62, ())) if noise > 0 else 1 << 32
+    launch_on_tree(mix_kernel, leaves, gates, out, seed=seed, noise=float(noise))
+
+
+def mix_backward_(leaves: Tensor, gates: Tensor, grad: Tensor) -> None:
+    """What :func:`mix_` left behind becomes the gradients of leaves and gate logits, given that of its result."""
+    launch_on_tree(mix_backward_kernel, leaves, gates, grad)
+
+
+def tree_slots(num_components: int) -> Tuple[int, int]:
+    """The leaf that each node is, of the nodes from K−1 on, and the slot that each node's difference goes to, of those
+    before. Node j has bits 8j to 8j+7 of an integer: Triton before 3.4 has no constant tuples."""
+    last_level = (1 << (2 * num_components - 1).bit_length() - 1) - 1  # its leftmost node, which is leaf 0
+    rightmost = [(node - last_level) % num_components for node in range(2 * num_components - 1)]
+    for node in reversed(range(num_components - 1)):
+        rightmost[node] = rightmost[2 * node + 2]
+    leaves = sum(leaf << 8 * node for node, leaf in enumerate(rightmost))
+    slots = sum(rightmost[2 * node + 1] << 8 * node for node in range(num_components - 1))
+    return leaves, slots
+
+
+def launch_on_tree(kernel, leaves, gates, root, **arguments):
+    num_components, n, size = leaves.shape
+    assert is_row_contiguous(gates) and is_row_contiguous(root)
+    leaf_of_node, slot_of_node = tree_slots(num_components)
+    # as many columns as keep the values and gates of all nodes in registers
+    block = min(triton.next_power_of_2(size), MAX_MIX_BLOCK, 4096 // triton.next_power_of_2(num_components))
+    blocks = triton.cdiv(size, block)
+    launch(
+        kernel,
+        n * blocks,
+        leaves,
+        gates,
+        root,
+        leaves.stride(0),
+        gates.stride(0),
+        blocks,
+        **arguments,
+        stride_leaf_row=leaves.stride(1),
+        stride_gate_row=gates.stride(1),
+        stride_root_row=root.stride(0),
+        size=size,
+        K=num_components,
+        LEAVES=leaf_of_node,
+        SLOTS=slot_of_node,
+        ACC=TL_DTYPES[accumulator(leaves)],
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- launching
+
+TL_DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+def accumulator(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def is_row_contiguous(tensor: Tensor) -> bool:
+    return tensor.size(-1) == 1 or tensor.stride(-1) == 1
+
+
+def contiguous(tensor: Optional[Tensor]) -> Optional[Tensor]:
+    return None if tensor is None else tensor.contiguous()
+
+
+def launch(kernel, programs: int, buffer: Tensor, *arguments, **constants) -> None:
+    """Runs a kernel whose first argument is a big buffer, on the buffer's device."""
+    assert is_row_contiguous(buffer)
+    if programs:
+        with torch.cuda.device_of(buffer):  # Triton launches on the current device; does nothing for CPU tensors
+            kernel[(programs,)](buffer, *arguments, **constants)
