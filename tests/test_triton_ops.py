@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
+from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, build_output_layer
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton chooses between compiler and interpreter where a kernel is defined, for its own when it is imported, and
 # looks again at the first launch. The variable is set for this file alone; that Triton was imported with it harms no
@@ -16,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODE = {} if DEVICE == "cuda" else {"TRITON_INTERPRET": "1"}
 with mock.patch.dict(os.environ, MODE):
     triton = pytest.importorskip("triton")
-    from mixtape_plugin.kernels import torch_ops
+    from mixtape_plugin.kernels import common, mixtape, mixture_of_softmaxes, softmax, torch_ops
     from mixtape_plugin.kernels import triton_ops as ops
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -406,6 +408,34 @@ def test_no_noise_leaves_the_generator_alone():
     torch.manual_seed(2)
     drawn_noise(k=2, n=1, size=3, noise=0.0)
     assert torch.equal(torch.rand(1), expected)
+
+
+# ---------------------------------------------------------------------------------------------- whole losses
+
+
+@pytest.mark.parametrize("masked", [(), (1, 30)])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_fused_losses_over_the_kernels(name, label_smoothing, masked, monkeypatch):
+    """Chunks of padded buffers, which only these kernels have, against the eager loss."""
+    for module in (softmax, mixture_of_softmaxes, mixtape):
+        monkeypatch.setattr(module, "elementwise", lambda device: ops)
+    monkeypatch.setattr(common, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(common, "MIN_ROWS", 1)
+    torch.manual_seed(0)
+    options = {"output_embed_dim": 12 if name == "softmax" else 8, "gate_dim": 5, "gate_noise": 0.0}
+    config = OutputLayerConfig(output_layer=name, output_impl="eager", **options)
+    layer = build_output_layer(config, 12, 37, masked_tokens=masked).double().to(DEVICE)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    features = torch.randn(3, 7, 12, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    target = torch.randint(2, 30, (3, 7), device=DEVICE)
+    target[0, 3] = target[2, 6] = -100
+    results = []
+    for layer.config.output_impl in ("eager", "fused"):
+        loss, nll = layer.loss(features, target, label_smoothing=label_smoothing)
+        results.append([loss, nll, *torch.autograd.grad(loss, [features, *layer.parameters()])])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
 
 
 # ---------------------------------------------------------------------------------------------- compiler and GPU

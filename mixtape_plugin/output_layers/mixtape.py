@@ -132,19 +132,15 @@ class Mixtape(MixtureLayer):
         """What scores are products of, for :mod:`mixtape_plugin.kernels.mixtape`: the h_k [..., K, E], the priors that
         the rare tokens share, [..., K], and [..., K−1, d2 + K], which times :attr:`gate_weight` are gate logits.
         """
-        contexts, shared, hidden = (
-            self.context_vectors(features),
-            self.gate_shared(features),
-            self.gate_contexts(features),
-        )
+        contexts, hidden = self.context_vectors(features), self.gate_contexts(features)
+        shared = self.gate_shared(features)
         one_of_k = torch.eye(self.num_gates, dtype=hidden.dtype, device=hidden.device).expand(*shared.shape, -1)
         gate_contexts = torch.cat([hidden, shared.unsqueeze(-1), one_of_k], dim=-1)
         if self.noise > 0:
             shared = shared + self.noise * torch.randn_like(shared)
         components = torch.eye(self.num_components, dtype=shared.dtype, device=shared.device)
-        prior = sigmoid_tree(
-            shared.sigmoid().split(1, dim=-1), components.expand(*shared.shape[:-1], -1, -1).unbind(-2)
-        )
+        components = components.expand(*shared.shape[:-1], -1, -1)
+        prior = sigmoid_tree(shared.sigmoid().split(1, dim=-1), components.unbind(-2))
         return contexts, prior, gate_contexts
 
     @property
