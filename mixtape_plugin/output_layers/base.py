@@ -125,14 +125,16 @@ class OutputLayer(nn.Module):
 
         With label smoothing, a fused loss alone can be differentiated, its negative log-likelihood cannot.
         """
-        if self.config.output_impl == "eager":
+        impl = self.config.output_impl
+        if impl == "eager" or (impl == "auto" and type(self).fused_loss is OutputLayer.fused_loss):
             return self.eager_loss(features, target, label_smoothing, ignore_index)
         smoothing = Smoothing.over(self.vocab_size - len(set(self.masked_tokens)), label_smoothing)
         return self.fused_loss(features, target, target.ne(ignore_index), smoothing)
 
     def fused_loss(self, features: Tensor, target: Tensor, counted: Tensor, smoothing: Smoothing):
-        """:meth:`loss` over the targets that are counted, by one of :mod:`mixtape_plugin.kernels`."""
-        raise NotImplementedError
+        """:meth:`loss` over the targets that are counted, by one of :mod:`mixtape_plugin.kernels`; for layers that
+        have none, ``auto`` is eager."""
+        raise NotImplementedError(f"--output-layer {self.config.output_layer} has no fused loss")
 
     def eager_loss(self, features: Tensor, target: Tensor, label_smoothing: float, ignore_index: int):
         """:meth:`loss` as the formula has it.
