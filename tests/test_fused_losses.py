@@ -435,3 +435,36 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(case, label_smoothing
             peaks.append(memory.peak)
         assert peaks[1] < 400 * vocab_size * item / 2
         assert peaks[1] - peaks[0] < 200 * vocab_size * item / 10
+
+
+@each_case
+def test_the_loss_can_be_changed_in_place(case):
+    """As eager's can: an output that is a view of something inside could not."""
+    layer = build(case)
+    features, target = random_batch(layer, 3)
+    loss, _ = layer.loss(features.requires_grad_(), target)
+    (expected,) = torch.autograd.grad(loss / 3, features, retain_graph=True)
+    loss /= 3
+    (actual,) = torch.autograd.grad(loss, features)
+    torch.testing.assert_close(actual, expected)
+
+
+@each_case
+def test_autocast_leaves_float64_alone(case):
+    layer = build(case)
+    features, target = random_batch(layer, 3)
+    expected, _ = layer.loss(features, target)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual, _ = layer.loss(features, target)
+    assert actual.dtype == torch.float64
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@each_case
+def test_scores_have_one_type_with_and_without_a_gradient(case):
+    layer = build(case).float().eval()
+    features = random_batch(layer, 3)[0].float()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer(features)
+        with torch.no_grad():
+            assert layer(features).dtype == expected.dtype

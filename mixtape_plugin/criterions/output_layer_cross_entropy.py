@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.dataclass import FairseqDataclass
@@ -9,7 +10,6 @@ from omegaconf import II
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.output_layers import OutputLayer
-from mixtape_plugin.output_layers.base import cross_entropy
 
 
 @dataclass
@@ -50,16 +50,13 @@ class OutputLayerCrossEntropy(FairseqCriterion):
         features, extra = model(**sample["net_input"], features_only=True)
         target = model.get_targets(sample, None)
         logging_output = {}
+        loss, nll = layer.loss(features, target, label_smoothing=self.label_smoothing, ignore_index=self.padding_idx)
         if self.report_accuracy:
-            log_probs = layer.log_probs(features)
-            loss, nll = cross_entropy(log_probs, target, self.label_smoothing, self.padding_idx, layer.vocabulary_mask)
+            with torch.no_grad():
+                top = layer(features).argmax(-1)
             counted = target.ne(self.padding_idx)
-            logging_output["n_correct"] = (log_probs.argmax(-1).eq(target) & counted).sum()
+            logging_output["n_correct"] = (top.eq(target) & counted).sum()
             logging_output["total"] = counted.sum()
-        else:
-            loss, nll = layer.loss(
-                features, target, label_smoothing=self.label_smoothing, ignore_index=self.padding_idx
-            )
         sample_size = target.size(0) if self.sentence_avg else sample["ntokens"]
         if self.training:
             loss = loss + sample_size * self.penalty(features, extra)

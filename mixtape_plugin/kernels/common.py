@@ -28,17 +28,17 @@ def score_bytes(dtype: torch.dtype) -> int:
 class Smoothing(NamedTuple):
     """Label smoothing: loss = target_weight · nll + epsilon · Σ_x −log p(x), over the tokens that are not masked."""
 
-    num_tokens: int
+    vocab_size: int
     target_weight: float = 1.0
     epsilon: float = 0.0
 
     @classmethod
-    def over(cls, num_tokens: int, label_smoothing: float) -> Smoothing:
+    def over(cls, vocab_size: int, label_smoothing: float) -> Smoothing:
         """The target keeps 1 − ε, each of the others gets ε / (V − 1), as in fairseq."""
         if label_smoothing == 0:
-            return cls(num_tokens)
-        epsilon = label_smoothing / (num_tokens - 1)
-        return cls(num_tokens, 1 - label_smoothing - epsilon, epsilon)
+            return cls(vocab_size)
+        epsilon = label_smoothing / (vocab_size - 1)
+        return cls(vocab_size, 1 - label_smoothing - epsilon, epsilon)
 
     def loss(self, nll: Tensor, spread: Tensor) -> Tensor:
         return self.target_weight * nll + self.epsilon * spread
@@ -47,6 +47,8 @@ class Smoothing(NamedTuple):
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The type of the matrix products: autocast's where it is on, else the tensor's own."""
     device = tensor.device.type
+    if tensor.dtype == torch.float64:  # autocast leaves it alone
+        return tensor.dtype
     if hasattr(torch, "get_autocast_dtype"):
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
     if device == "cuda":  # older torch has a function for each device
@@ -81,7 +83,7 @@ def elementwise(device: torch.device):
 
 
 def chunks(num_tokens: int, bytes_per_token: int, rows_per_token: int = 1) -> list:
-    """Slices of equal size, but for the last, whose scores fit into :data:`CHUNK_BYTES`."""
+    """Slices of equal size, but for the last, whose scores fit into :data:`CHUNK_BYTES`, or have :data:`MIN_ROWS`."""
     size = max(CHUNK_BYTES // bytes_per_token, -(-MIN_ROWS // rows_per_token), 1)
     number = max(-(-num_tokens // size), 1)
     size = max(-(-num_tokens // number), 1)
@@ -117,12 +119,10 @@ class Gradients:
 
     def __init__(self, needed, **inputs):
         for need, (name, tensor) in zip(needed, inputs.items()):
-            total = torch.zeros_like(tensor, dtype=at_least_float32(tensor.dtype)) if need else None
+            dtype = at_least_float32(tensor.dtype)
+            total = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device) if need else None
             setattr(self, name, total)
         self.names = list(inputs)
-
-    def any(self) -> bool:
-        return any(total is not None for total in self.all())
 
     def all(self) -> list:
         return [getattr(self, name) for name in self.names]
@@ -133,7 +133,6 @@ class _GradientInForward(torch.autograd.Function):
     def forward(ctx, compute, *inputs):
         loss, nll, gradients = compute(ctx.needs_input_grad[1:], *inputs)
         ctx.save_for_backward(*gradients)
-        ctx.dtypes = [tensor.dtype for tensor in inputs]
         if loss is not nll:
             ctx.mark_non_differentiable(nll)
             return loss, nll
@@ -144,12 +143,15 @@ class _GradientInForward(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph: what comes before the loss could be derived again, the loss not
             raise RuntimeError("a fused loss has no second derivative: use --output-impl eager")
         scale = grad_loss + grad_nll  # of nll there is one only where it is the loss, and zero otherwise
-        # What is saved stays as it is: backward may run again.
-        scaled = [
-            None if gradient is None else (gradient * scale).to(dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes)
-        ]
-        return (None, *scaled)
+        # A second [V, E] takes longer than all else here. Where backward may run again, what is saved has to stay.
+        multiply = torch.mul if keeps_graph() else torch.Tensor.mul_
+        return (None, *(None if total is None else multiply(total, scale) for total in ctx.saved_tensors))
+
+
+def keeps_graph() -> bool:
+    """Whether the backward pass that is running may run again (``retain_graph``); true where torch does not tell."""
+    tell = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return tell is None or tell()
 
 
 def gradient_in_forward(compute, *inputs: Tensor):

@@ -78,7 +78,7 @@ def mixtape_scores(
         scores = contexts.new_empty(len(contexts), len(weight))
         for rows in score.slices:
             score(contexts[rows], prior[rows], gate_contexts[rows], scores[rows])
-        return scores.add_(bias)
+        return scores.add_(bias) if scores.dtype == bias.dtype else scores + bias
 
 
 def mixtape_loss(
@@ -123,7 +123,8 @@ def mixtape_loss(
         score = ChunkScores(len(target), num_components, weight, gate_weight, dtype, noise)
         num_frequent, offset = len(gate_weight), bias.to(wide)
         score_buffer = ops.score_buffer(longest(score.slices), len(weight), dtype, contexts.device)
-        nll, spread = torch.zeros(2, dtype=wide, device=contexts.device)
+        nll = torch.zeros((), dtype=wide, device=contexts.device)
+        spread = torch.zeros_like(nll)
         allowed_bias = offset if mask is None else offset.masked_fill(mask, 0.0)
         for rows in score.slices:
             scores = score_buffer[: rows.stop - rows.start]
@@ -140,7 +141,7 @@ def mixtape_loss(
             )
             nll += chunk_nll.sum()
             if smoothing.epsilon > 0:
-                spread += smoothing.num_tokens * log_sum_exp.sum()
+                spread += smoothing.vocab_size * log_sum_exp.sum()
                 scores -= scale * smoothing.epsilon
                 if mask is not None:
                     scores.masked_fill_(mask, 0.0)

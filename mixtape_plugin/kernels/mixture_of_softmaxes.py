@@ -75,7 +75,8 @@ def mixture_of_softmaxes_loss(
         log_prior = F.log_softmax(prior, dim=1, dtype=wide)
         slices = chunks(len(target), num_components * len(weight) * score_bytes(wide), num_components)
         buffer = ops.score_buffer(longest(slices) * num_components, len(weight), dtype, contexts.device)
-        nll, spread = torch.zeros(2, dtype=wide, device=contexts.device)
+        nll = torch.zeros((), dtype=wide, device=contexts.device)
+        spread = torch.zeros_like(nll)
         for rows in slices:
             label = target[rows]
             context = contexts[rows].flatten(0, 1)  # [n·K, E]
@@ -97,7 +98,7 @@ def mixture_of_softmaxes_loss(
                 nll += chunk_nll.sum()
                 spread += chunk_spread.sum()
                 probs = log_prior[rows].exp()
-                grad_prior = smoothing.loss(probs - posterior, smoothing.num_tokens * probs - rho)
+                grad_prior = smoothing.loss(probs - posterior, smoothing.vocab_size * probs - rho)
                 share = None  # the scores hold it
             if gradients.prior is not None:
                 gradients.prior[rows] = grad_prior

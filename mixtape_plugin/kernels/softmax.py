@@ -74,7 +74,7 @@ def softmax_loss(
             offset = offset.masked_fill(mask, 0.0)
         weight_sum = others @ matrix.to(wide)
         context_sum = contexts.sum(0, dtype=wide)
-        spread = smoothing.num_tokens * log_sum_exps.sum() - context_sum @ weight_sum - len(target) * offset.sum()
+        spread = smoothing.vocab_size * log_sum_exps.sum() - context_sum @ weight_sum - len(target) * offset.sum()
         if gradients.contexts is not None:
             gradients.contexts.sub_(weight_sum, alpha=smoothing.epsilon)
         if gradients.weight is not None:

@@ -103,7 +103,7 @@ class OutputLayer(nn.Module):
 
     @property
     def scores_per_token(self) -> int:
-        """About how many numbers as large as a score :meth:`forward` holds for each context."""
+        """About how many values, each the size of a score in memory, :meth:`forward` holds for each context."""
         return self.vocab_size
 
     def forward(self, features: Tensor) -> Tensor:
