@@ -247,10 +247,11 @@ def flags_of(example, data, tmp_path, *args):
     folder = stub(
         tmp_path / "-".join(map(str, (example, *args))).replace("/", "."), "fairseq-train", 'printf "%s\\n" "$@"'
     )
-    lines = output(
+    header, *lines = output(
         example, "train.sh", *args, "--data", data, "--save", folder / "save", MIXTAPE_VENV=folder
     ).splitlines()
-    assert (folder / "save" / "train.log").read_text().splitlines() == lines
+    assert header.startswith("train.sh: commit ") and f"examples/{example}/train.sh {args[0]} " in header
+    assert (folder / "save" / "train.log").read_text().splitlines() == [header, *lines]
     assert lines[lines.index("--user-dir") + 1] == USER_DIR
     return options.parse_args_and_arch(options.get_training_parser(), input_args=lines)
 
@@ -292,7 +293,7 @@ def test_flags_of_finetuning(example, rates, tmp_path):
         best.write_bytes(b"")
         venv = stub(folder, "fairseq-train", 'printf "%s\\n" "$@"')
         flags = ["--finetune", "--data", tmp_path, "--save", best.parent]
-        lines = output(example, "train.sh", layer, *flags, MIXTAPE_VENV=venv).splitlines()
+        _, *lines = output(example, "train.sh", layer, *flags, MIXTAPE_VENV=venv).splitlines()
         args = options.parse_args_and_arch(options.get_training_parser(), input_args=lines)
         assert args.lr == [rate] and args.averaging_epoch == 0 and args.stop_when_nonmonotone
         assert args.finetune_from_model == str(best) and args.save_dir == str(best.parent / "finetuned")

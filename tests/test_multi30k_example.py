@@ -214,7 +214,9 @@ def test_prepare_downloads(corpus, tmp_path):
     (text / "train.en.gz").unlink()
     (text / "raw.train.en").unlink()
     url = tmp_path.as_uri() + "/nowhere"
-    message = f"prepare.sh: {url}/train.en.gz could not be downloaded whole; run it again"
+    message = (
+        f"prepare.sh: {url}/train.en.gz could not be downloaded whole; run it again, or give a local copy as --from"
+    )
     assert mistake("prepare.sh", *args, MULTI30K_URL=url) == message
 
 

@@ -7,32 +7,13 @@ usage="usage: train.sh softmax|mos|moc|mixtape [--data DIR] [--save DIR] [--seed
   --data DIR    what prepare.sh wrote (default: data-bin/multi30k.en-de)
   --save DIR    checkpoints and train.log (default: checkpoints/multi30k.LAYER.seedN)
   --seed N      default: 1"
-die() { echo "train.sh: $*" >&2; exit 1; }
+root=$(cd "$(dirname "$0")/../.." && pwd)
+source "$root/scripts/training.sh"
 
-case ${1-} in
-  softmax | mos | moc | mixtape) layer=$1 ;;
-  -h | --help) echo "$usage"; exit ;;
-  *) die "the output layer is '${1-}', allowed are softmax, mos, moc and mixtape; see train.sh --help" ;;
-esac
-shift
-data=data-bin/multi30k.en-de save="" seed=1 extra=()
-while [ $# -gt 0 ]; do
-  case $1 in
-    -h | --help) echo "$usage"; exit ;;
-    --data | --save | --seed)
-      [ $# -gt 1 ] || die "$1 needs a value; see train.sh --help"
-      case $1 in --data) data=$2 ;; --save) save=$2 ;; --seed) seed=$2 ;; esac
-      shift 2 ;;
-    *) extra+=("$1"); shift ;;
-  esac
-done
+train_options data-bin/multi30k.en-de "softmax mos moc mixtape" "$@"
+seed=${seed:-1}
 save=${save:-checkpoints/multi30k.$layer.seed$seed}
 compgen -G "$data/dict.*.txt" >/dev/null || die "--data $data holds no binarized data; run prepare.sh first"
-
-root=$(cd "$(dirname "$0")/../.." && pwd)
-venv=${MIXTAPE_VENV:-$root/.venv}
-[ ! -d "$venv/bin" ] || PATH=$(cd "$venv" && pwd)/bin:$PATH
-
 case $layer in
   softmax) layer_flags=() ;;
   mos | moc) layer_flags=(--num-components 4) ;;
@@ -40,8 +21,7 @@ case $layer in
   mixtape) layer_flags=(--num-components 4 --gate-dim 64 --frequent-ratio 0.5 --gate-noise 0.1 --gate-dropout 0.2) ;;
 esac
 
-mkdir -p "$save"
-fairseq-train "$data" --user-dir "$root/mixtape_plugin" --save-dir "$save" --seed "$seed" \
+logged fairseq-train "$data" --user-dir "$root/mixtape_plugin" --save-dir "$save" --seed "$seed" \
   --arch mixtape_transformer --output-layer "$layer" "${layer_flags[@]+"${layer_flags[@]}"}" \
   --encoder-layers 3 --encoder-embed-dim 256 --encoder-ffn-embed-dim 512 --encoder-attention-heads 4 \
   --decoder-layers 3 --decoder-embed-dim 256 --decoder-ffn-embed-dim 512 --decoder-attention-heads 4 \
@@ -49,4 +29,4 @@ fairseq-train "$data" --user-dir "$root/mixtape_plugin" --save-dir "$save" --see
   --criterion output_layer_cross_entropy --label-smoothing 0.1 \
   --optimizer adam --adam-betas '(0.9, 0.98)' --lr 1e-3 --lr-scheduler inverse_sqrt --warmup-updates 1000 \
   --max-tokens 2048 --required-batch-size-multiple 1 --max-epoch 12 --keep-last-epochs 5 \
-  --log-format simple --log-interval 50 "${extra[@]+"${extra[@]}"}" 2>&1 | tee -a "$save/train.log"
+  --log-format simple --log-interval 50 "${extra[@]+"${extra[@]}"}"

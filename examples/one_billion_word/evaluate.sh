@@ -6,9 +6,10 @@ usage="usage: evaluate.sh DIR [--data DIR] [flags of fairseq-eval-lm]
   DIR           the training's folder, with checkpoint_best.pt; valid.txt and test.txt appear in it
   --data DIR    what prepare.sh wrote (default: data-bin/one_billion_word)"
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/language_modeling.sh"
+source "$root/scripts/training.sh"
 
-evaluate_options one_billion_word "$@"
+evaluate_options data-bin/one_billion_word "$@"
+[ -f "$save/checkpoint_best.pt" ] || die "$save holds no checkpoint_best.pt"
 data=$data/shard00 # which has valid and test
 [ -f "$data/dict.txt" ] || die "--data ${data%/shard00} holds no binarized data; run prepare.sh first"
 

@@ -13,15 +13,7 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/scripts/language_modeling.sh"
 
 from="" out=data-bin/one_billion_word shards=99 types=100000 dict="" workers=2
-while [ $# -gt 0 ]; do
-  case $1 in -h | --help) echo "$usage"; exit ;; esac
-  [ $# -gt 1 ] || die "$1 needs a value, or is no option; see prepare.sh --help"
-  case $1 in
-    --from) from=$2 ;; --out) out=$2 ;; --shards) shards=$2 ;; --types) types=$2 ;; --workers) workers=$2 ;;
-    *) die "unknown option $1; see prepare.sh --help" ;;
-  esac
-  shift 2
-done
+options "from out shards types workers" "$@"
 for option in shards types workers; do positive "--$option" "${!option}"; done
 [ "$shards" -le 99 ] || die "--shards is $shards, allowed is 1 to 99"
 [ "$types" -gt 2 ] || die "--types is $types, allowed is 3 or more"

@@ -8,9 +8,9 @@ usage="usage: train.sh softmax|mos|mixtape [--data DIR] [--save DIR] [--seed N] 
   --save DIR    checkpoints and train.log (default: checkpoints/one_billion_word.LAYER.seedN)
   --seed N      default: 1"
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/language_modeling.sh"
+source "$root/scripts/training.sh"
 
-train_options one_billion_word "softmax mos mixtape" "$@"
+train_options data-bin/one_billion_word "softmax mos mixtape" "$@"
 case $layer in softmax) arch=awd_lstm_lm_one_billion ;; *) arch=awd_lstm_lm_one_billion_$layer ;; esac
 seed=${seed:-1}
 save=${save:-checkpoints/one_billion_word.$layer.seed$seed}
@@ -21,10 +21,9 @@ for shard in "${shards[@]}"; do [ -f "$shard/dict.txt" ] || die "$shard is not w
 # fairseq takes one shard an epoch, and validates after it. A pass over the text is ${#shards[@]} epochs, so that averaging
 # begins when validation is worse than it was at some point more than a pass ago.
 passes=5
-mkdir -p "$save"
-fairseq-train "$(IFS=:; echo "${shards[*]}")" --user-dir "$root/mixtape_plugin" --save-dir "$save" --seed "$seed" \
+logged fairseq-train "$(IFS=:; echo "${shards[*]}")" --user-dir "$root/mixtape_plugin" --save-dir "$save" --seed "$seed" \
   --task bptt_language_modeling --tokens-per-sample 35 --segment-length-std 0 --short-segment-probability 0 \
   --arch "$arch" --criterion awd_lstm_cross_entropy --ar-alpha 0 --tar-beta 0 \
   --optimizer nt_asgd --nonmono "${#shards[@]}" --lr 20 --clip-norm 0.25 \
   --batch-size 60 --batch-size-valid 10 --max-epoch $((passes * ${#shards[@]})) --no-epoch-checkpoints \
-  --log-format simple --log-interval 200 "${extra[@]+"${extra[@]}"}" 2>&1 | tee -a "$save/train.log"
+  --log-format simple --log-interval 200 "${extra[@]+"${extra[@]}"}"

@@ -8,9 +8,10 @@ usage="usage: evaluate.sh DIR [--data DIR] [--dynamic] [--cache] [flags of fairs
   --dynamic     instead, the test text by dynamic evaluation, scripts/dynamic_evaluation.py, which further flags go to
   --cache       instead, the test text with a cache pointer, scripts/cache_pointer.py, which further flags go to"
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/language_modeling.sh"
+source "$root/scripts/training.sh"
 
-evaluate_options ptb "$@"
+evaluate_options data-bin/ptb "$@"
+[ -f "$save/checkpoint_best.pt" ] || die "$save holds no checkpoint_best.pt"
 [ -f "$data/dict.txt" ] || die "--data $data holds no binarized data; run prepare.sh first"
 
 adapt ptb

@@ -9,9 +9,9 @@ usage="usage: train.sh softmax|mos|moc|mixtape [--finetune] [--data DIR] [--save
   --save DIR    checkpoints and train.log (default: checkpoints/ptb.LAYER.seedN)
   --seed N      default: 141 for softmax, else 28, as in the papers"
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/language_modeling.sh"
+source "$root/scripts/training.sh"
 
-train_options ptb "softmax mos moc mixtape" "$@"
+train_options data-bin/ptb "softmax mos moc mixtape" "$@"
 case $layer in
   # Merity et al. 2018
   softmax) arch=awd_lstm_lm_ptb lr=30 finetune_lr=30 batch=20 default_seed=141 epochs=500 segments=() ;;
@@ -29,10 +29,9 @@ else
   stage=(--lr "$lr")
 fi
 
-mkdir -p "$save"
-fairseq-train "$data" --user-dir "$root/mixtape_plugin" --save-dir "$save" --seed "$seed" \
+logged fairseq-train "$data" --user-dir "$root/mixtape_plugin" --save-dir "$save" --seed "$seed" \
   --task bptt_language_modeling --tokens-per-sample 70 "${segments[@]+"${segments[@]}"}" \
   --arch "$arch" --criterion awd_lstm_cross_entropy --ar-alpha 2 --tar-beta 1 \
   --optimizer nt_asgd --weight-decay 1.2e-6 --clip-norm 0.25 "${stage[@]}" \
   --batch-size "$batch" --batch-size-valid 10 --max-epoch "$epochs" --no-epoch-checkpoints \
-  --log-format simple --log-interval 200 "${extra[@]+"${extra[@]}"}" 2>&1 | tee -a "$save/train.log"
+  --log-format simple --log-interval 200 "${extra[@]+"${extra[@]}"}"

@@ -6,9 +6,10 @@ usage="usage: evaluate.sh DIR [--data DIR] [flags of fairseq-eval-lm]
   DIR           the training's folder, with checkpoint_best.pt; valid.txt and test.txt appear in it
   --data DIR    what prepare.sh wrote (default: data-bin/text8)"
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/language_modeling.sh"
+source "$root/scripts/training.sh"
 
-evaluate_options text8 "$@"
+evaluate_options data-bin/text8 "$@"
+[ -f "$save/checkpoint_best.pt" ] || die "$save holds no checkpoint_best.pt"
 [ -f "$data/dict.txt" ] || die "--data $data holds no binarized data; run prepare.sh first"
 
 # The hidden state is carried along, so that the length of a segment changes the speed and no result.

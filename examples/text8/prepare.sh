@@ -12,20 +12,12 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/scripts/language_modeling.sh"
 
 from="" out=data-bin/text8 characters=90000000,5000000,5000000 dict="" workers=2
-while [ $# -gt 0 ]; do
-  case $1 in -h | --help) echo "$usage"; exit ;; esac
-  [ $# -gt 1 ] || die "$1 needs a value, or is no option; see prepare.sh --help"
-  case $1 in
-    --from) from=$2 ;; --out) out=$2 ;; --characters) characters=$2 ;; --workers) workers=$2 ;;
-    *) die "unknown option $1; see prepare.sh --help" ;;
-  esac
-  shift 2
-done
+options "from out characters workers" "$@"
 positive --workers "$workers"
 [[ $characters =~ ^[1-9][0-9]*,[1-9][0-9]*,[1-9][0-9]*$ ]] ||
   die "--characters is '$characters', allowed are three positive whole numbers with commas between them"
 IFS=, read -r train valid test <<<"$characters"
-[ -z "$from" ] || { [ -d "$from" ] && from=$(cd "$from" && pwd); } || die "--from $from is no folder that can be read"
+from_folder
 url=${TEXT8_URL:-http://mattmahoney.net/dc/text8.zip}
 begin "$out" "from ${from:-$url}, characters $characters"
 

@@ -8,19 +8,18 @@ usage="usage: train.sh softmax|mos7|mos10 [--data DIR] [--save DIR] [--seed N] [
   --save DIR    checkpoints and train.log (default: checkpoints/text8.LAYER.seedN)
   --seed N      default: 1"
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/language_modeling.sh"
+source "$root/scripts/training.sh"
 
-train_options text8 "softmax mos7 mos10" "$@"
+train_options data-bin/text8 "softmax mos7 mos10" "$@"
 case $layer in softmax) arch=awd_lstm_lm_text8 ;; *) arch=awd_lstm_lm_text8_$layer ;; esac
 seed=${seed:-1}
 save=${save:-checkpoints/text8.$layer.seed$seed}
 [ -f "$data/dict.txt" ] || die "--data $data holds no binarized data; run prepare.sh first"
 
 # The paper gives the network and that it has no dropout. Optimizer, batch, segment length and epochs are ours.
-mkdir -p "$save"
-fairseq-train "$data" --user-dir "$root/mixtape_plugin" --save-dir "$save" --seed "$seed" \
+logged fairseq-train "$data" --user-dir "$root/mixtape_plugin" --save-dir "$save" --seed "$seed" \
   --task bptt_language_modeling --remove-eos --tokens-per-sample 150 --segment-length-std 0 --short-segment-probability 0 \
   --arch "$arch" --criterion awd_lstm_cross_entropy --ar-alpha 0 --tar-beta 0 --report-bpc \
   --optimizer adam --lr 2e-3 --lr-scheduler reduce_lr_on_plateau --lr-shrink 0.5 --clip-norm 1 \
   --batch-size 128 --batch-size-valid 10 --max-epoch 20 --no-epoch-checkpoints \
-  --log-format simple --log-interval 200 "${extra[@]+"${extra[@]}"}" 2>&1 | tee -a "$save/train.log"
+  --log-format simple --log-interval 200 "${extra[@]+"${extra[@]}"}"

@@ -13,17 +13,9 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/scripts/language_modeling.sh"
 
 from="" out=data-bin/wikitext2 dict="" workers=2
-while [ $# -gt 0 ]; do
-  case $1 in -h | --help) echo "$usage"; exit ;; esac
-  [ $# -gt 1 ] || die "$1 needs a value, or is no option; see prepare.sh --help"
-  case $1 in
-    --from) from=$2 ;; --out) out=$2 ;; --dict) dict=$2 ;; --workers) workers=$2 ;;
-    *) die "unknown option $1; see prepare.sh --help" ;;
-  esac
-  shift 2
-done
+options "from out dict workers" "$@"
 positive --workers "$workers"
-[ -z "$from" ] || { [ -d "$from" ] && from=$(cd "$from" && pwd); } || die "--from $from is no folder that can be read"
+from_folder
 [ -z "$dict" ] || [ -f "$dict" ] || die "--dict $dict is no file"
 url=${WIKITEXT2_URL:-https://wikitext.smerity.com/wikitext-2-v1.zip}
 begin "$out" "from ${from:-$url}, dictionary ${dict:-of the text}"

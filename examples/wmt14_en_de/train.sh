@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# The Mixtape paper's Transformer for WMT En-De with one of the output layers: stock fairseq-train, all flags below.
+# On all visible GPUs, or the CPU. A rerun with the same --save goes on from its last checkpoint.
+set -euo pipefail
+
+usage="usage: train.sh softmax|mos|moc|mixtape [--gpus N] [--max-tokens N] [--bf16] [--smoke] [--data DIR] [--save DIR] [--seed N] [flags of fairseq-train, which win over those here]
+  --gpus N         GPUs, on all nodes together (default: those that are visible; under srun, times the number of nodes)
+  --max-tokens N   at most as many tokens on a GPU at once (default: 4096); an update has the paper's 32,768 all the same
+  --bf16           bfloat16, where the GPU has it
+  --smoke          a model a thousand times flags for a few updates on the CPU, to try the recipe
+  --data DIR       what prepare.sh wrote (default: data-bin/wmt16_en_de)
+  --save DIR       checkpoints and train.log (default: checkpoints/wmt14_en_de.LAYER.seedN)
+  --seed N         default: 1"
+root=$(cd "$(dirname "$0")/../.." && pwd)
+source "$root/scripts/training.sh"
+
+wmt_options data-bin/wmt16_en_de "softmax mos moc mixtape" "$@"
+save=${save:-checkpoints/wmt14_en_de.$layer.seed$seed}
+compgen -G "$data/dict.*.txt" >/dev/null || die "--data $data holds no binarized data; run prepare.sh first"
+case $layer in # in millions: parameters, and multiplications a token, of which MoS has K in its output layer
+  softmax) millions=(209 209) ;;
+  mos) millions=(219 481) ;;
+  moc) millions=(219 219) ;;
+  mixtape) millions=(215 266) ;;
+esac
+updates=300000 interval=2000 kept=10
+if [ -n "$smoke" ]; then
+  updates=10 interval=1 kept=3 flags+=(--encoder-embed-dim 32 --encoder-ffn-embed-dim 128)
+else
+  costs "${millions[@]}" $updates $((kept + 2)) # checkpoint_last.pt and checkpoint_best.pt, too
+fi
+
+# The architecture has the paper's sizes, dropouts and relative positions, and 9 components for MoS and MoC, 4 for Mixtape.
+# Learning rate: the paper's constant 2.5, divided by the root of width times warm-up: 2.5 / sqrt(1024 * 16000).
+logged fairseq-train "$data" --user-dir "$root/mixtape_plugin" --save-dir "$save" --seed "$seed" \
+  --task translation --source-lang en --target-lang de \
+  --arch mixtape_transformer_wmt_en_de_big --output-layer "$layer" \
+  --criterion output_layer_cross_entropy --label-smoothing 0.1 \
+  --optimizer adam --adam-betas '(0.9, 0.997)' --adam-eps 1e-9 --clip-norm 0 \
+  --lr 6.176e-4 --lr-scheduler inverse_sqrt --warmup-updates 16000 --warmup-init-lr 0 \
+  --max-tokens "$max_tokens" --update-freq "$update_freq" --distributed-world-size "$gpus" --max-update $updates \
+  --save-interval-updates $interval --keep-interval-updates $kept --no-epoch-checkpoints \
+  --log-format simple --log-interval 100 "${flags[@]+"${flags[@]}"}" "${extra[@]+"${extra[@]}"}"

@@ -1,0 +1,218 @@
+"""What trainings reached, out of the files that examples/*/train.sh and evaluate.sh leave in their folders."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+
+from mixtape_plugin.errors import UserError
+
+NOT_RUN, UNREADABLE, UNKNOWN = "not run", "unreadable", "unknown"
+NUMBER = r"([-+]?\d[\d.]*(?:e[-+]?\d+)?|inf|nan)"
+
+COMMON = ("training", "layer", "seed", "updates", "epochs", "ended", "parameters", "valid ppl", "test ppl")
+LANGUAGE_MODEL = ("cache pointer", "dynamic evaluation")
+TRANSLATION = ("BLEU 13a", "BLEU intl", "BLEU 13a lower-cased", "BLEU tokenized", "chrF")
+RUN = ("tokens/s", "wall s", "commit")
+
+# File of a training's folder -> what it holds under which name; the last that evaluate.sh wrote counts.
+TEXTS = {
+    "valid.txt": {"valid ppl": rf"perplexity {NUMBER}\n", "valid bits/character": rf"{NUMBER} bits a character"},
+    "test.txt": {"test ppl": rf"perplexity {NUMBER}\n", "test bits/character": rf"{NUMBER} bits a character"},
+    "test-perplexity.txt": {"test ppl": rf"ppl {NUMBER}\n"},
+    "cache_pointer.txt": {"cache pointer": rf"perplexity with cache {NUMBER}\b"},
+    "dynamic_evaluation.txt": {"dynamic evaluation": rf"dynamic perplexity {NUMBER}\b"},
+}
+
+
+def log_records(text: str):
+    """The lines with numbers of fairseq-train's log, ``--log-format simple`` or ``json``.
+
+    Yields:
+        ``train_inner``, ``train`` or ``valid``, and a dictionary of floats with ``epoch`` among them. Of a line that is
+        cut off or that another one runs into, nothing: its last number may be half of one.
+    """
+    for line in text.splitlines(keepends=True):
+        found = re.match(r"[-\d]+ [:\d]+ \| INFO \| (train_inner|train|valid) \| (.*)\n", line)
+        if not found or " | INFO | " in found[2]:
+            continue
+        name, body = found[1], found[2]
+        if body.startswith("{"):
+            try:
+                values = json.loads(body)
+            except ValueError:
+                continue
+            pairs = [(key[len(name) + 1 :] if key.startswith(f"{name}_") else key, v) for key, v in values.items()]
+        else:
+            epoch = re.match(r"epoch (\d+)", body)
+            pairs = re.findall(rf"(?<![\w'])(\w+)[= ]{NUMBER}(?=, | \||$)", body)
+            pairs = [*pairs, ("epoch", epoch[1])] if epoch else pairs
+        try:
+            yield name, {key: float(value) for key, value in pairs}
+        except (TypeError, ValueError):
+            continue
+
+
+def validation_curve(folder) -> dict:
+    """Updates -> perplexity of the validation text, as far as the log of a training goes; {} where there is none."""
+    records = log_records(read(Path(folder) / "train.log") or "")
+    return {
+        int(r["num_updates"]): r["ppl"] for name, r in records if name == "valid" and {"num_updates", "ppl"} <= {*r}
+    }
+
+
+def read(path: Path) -> str | None:
+    """A file's text, whatever bytes are in it, or None where it does not exist."""
+    if not path.exists():
+        return None
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def last(pattern: str, text: str) -> str | None:
+    found = re.findall(pattern, text)
+    return found[-1] if found else None
+
+
+def from_log(text: str) -> dict:
+    """The columns that train.log has. A training that was resumed is one, whose last start counts."""
+    row = {"ended": "yes" if re.search(r"done training in [\d.]+ seconds\n\Z", text) else "no"}
+    config = {
+        "layer": r"output_layer='(\w+)'",
+        "seed": r"'seed': (\d+)",
+        "parameters": r"num\. shared model params: ([\d,]+) ",
+        "task": r"task='(\w+)'",
+    }
+    row.update((name, last(pattern, text)) for name, pattern in config.items())
+    if row["parameters"]:
+        row["parameters"] = int(row["parameters"].replace(",", ""))
+    components = last(r"num_components=(\d+)", text)
+    if components and row["layer"] not in (None, "softmax"):
+        row["layer"] += f"-{components}"
+    starts = re.findall(r"train\.sh: commit (\S+), command (.*)", text)
+    row["commit"] = ", ".join(dict.fromkeys(commit for commit, _ in starts)) or UNKNOWN
+    row["command"] = starts[-1][1].strip() if starts else UNKNOWN
+
+    records = list(log_records(text))
+
+    def values(key, *names):
+        return [record[key] for name, record in records if name in names and key in record]
+
+    row["updates"] = max(map(int, values("num_updates", "train_inner", "train", "valid")), default=None)
+    row["epochs"] = max(map(int, values("epoch", "train")), default=None)  # those that were trained whole
+    row["valid ppl"] = min(values("ppl", "valid"), default=None)
+    speeds = values("wps", "train_inner") or values("wps", "train")
+    row["tokens/s"] = statistics.median(speeds) if speeds else None
+    row["wall s"] = max(values("wall", "train_inner", "train"), default=None)  # fairseq adds up a resumed training's
+    return row
+
+
+def collect(folder) -> tuple:
+    """All that is known of a training.
+
+    Args:
+        folder: ``train.log`` and what evaluate.sh writes (:data:`TEXTS`, ``score.json``), as far as they exist.
+
+    Returns:
+        a dictionary from columns to values, None for what was not run and :data:`UNREADABLE` for what a file should
+        have and has not; for each score of ``score.json`` also ``… signature``; sentences about files that are damaged.
+
+    Raises:
+        UserError: the folder does not exist, or holds none of these files.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder: give those that train.sh wrote")
+    texts = {name: read(folder / name) for name in ("train.log", "score.json", *TEXTS)}
+    if all(text is None for text in texts.values()):
+        raise UserError(f"{folder} holds neither train.log nor scores: give the folders that train.sh wrote")
+
+    row, damaged = {"folder": str(folder), "training": folder.resolve().name, **from_log(texts["train.log"] or "")}, []
+    if texts["train.log"] is None or not row["parameters"]:
+        row["ended"] = None
+        damaged.append(
+            f"{folder}/train.log {'is missing' if texts['train.log'] is None else 'does not tell the model'}"
+        )
+    for name, patterns in TEXTS.items():
+        if texts[name] is None:
+            continue
+        found = {column: last(pattern, texts[name]) for column, pattern in patterns.items()}
+        row.update((column, float(value)) for column, value in found.items() if value)
+        column = next(iter(patterns))
+        if not found[column]:
+            row[column] = UNREADABLE
+            damaged.append(f"{folder}/{name} holds no perplexity")
+    if texts["score.json"] is not None:
+        try:
+            scores = json.loads(texts["score.json"])
+            if not isinstance(scores, list) or not scores:
+                raise ValueError
+            for score in scores:
+                row[score["metric"]] = float(score["score"])
+                row[f"{score['metric']} signature"] = "; ".join(
+                    filter(None, [score["signature"], score["preprocessing"] and f"after {score['preprocessing']}"])
+                )
+        except (ValueError, TypeError, KeyError):
+            row.update((column, UNREADABLE) for column in TRANSLATION)
+            damaged.append(f"{folder}/score.json is no list of scores")
+    return row, damaged
+
+
+def columns_of(rows) -> list:
+    """The columns of a table of these rows: those of translation, of language models, or both."""
+    scores = [key[: -len(" signature")] for row in rows for key in row if key.endswith(" signature")]
+    translation = [row for row in rows if row.get("task") == "translation" or any(name in row for name in TRANSLATION)]
+    columns = [*COMMON]
+    if any("test bits/character" in row or "valid bits/character" in row for row in rows):
+        columns += ["valid bits/character", "test bits/character"]
+    if len(translation) < len(rows):
+        columns += LANGUAGE_MODEL
+    if translation:
+        bleu = dict.fromkeys([*TRANSLATION[:-1], *(name for name in scores if name != TRANSLATION[-1])])
+        columns += [*bleu, TRANSLATION[-1]]
+    return [*columns, *RUN]
+
+
+def cell(column: str, value) -> str:
+    """A value as the Markdown table has it."""
+    if value is None:
+        return NOT_RUN
+    if not isinstance(value, (int, float)):
+        return str(value)
+    if column == "wall s":
+        hours, minutes = divmod(round(value / 60), 60)
+        return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min" if minutes else f"{value:.0f} s"
+    if isinstance(value, int):
+        return f"{value:,}"
+    digits = 4 if column.endswith("/character") else 0 if column == "tokens/s" else 2
+    return f"{value:,.{digits}f}"
+
+
+def markdown(rows) -> str:
+    """A table with a line for each training, and the signatures of its scores."""
+    columns = columns_of(rows)
+    names = ["wall time" if column == "wall s" else column for column in columns]
+    several = len({row["folder"] for row in rows}) > 1
+    lines = [names, ["---"] * len(names), *([cell(column, row.get(column)) for column in columns] for row in rows)]
+    text = "".join("| " + " | ".join(value.replace("|", "\\|") for value in line) + " |\n" for line in lines)
+    notes = []
+    for column in columns:
+        signatures = {}
+        for row in rows:
+            if f"{column} signature" in row:
+                signatures.setdefault(row[f"{column} signature"], []).append(row["folder"])
+        for signature, folders in signatures.items():
+            where = f" ({', '.join(folders)})" if several and len(signatures) > 1 else ""
+            notes.append(f"- {column}{where}: `{signature}`\n")
+    return text + ("\n" + "".join(notes) if notes else "")
+
+
+def csv_columns(rows) -> list:
+    """Those of the table, and the folder, the command and the signatures."""
+    columns = columns_of(rows)
+    signatures = [f"{column} signature" for column in columns if any(f"{column} signature" in row for row in rows)]
+    return ["folder", *columns, "command", *signatures]

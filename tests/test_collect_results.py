@@ -1,0 +1,274 @@
+"""scripts/collect_results.py on logs and score files made here: whole, damaged, empty, missing."""
+
+import csv
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from mixtape_plugin.analysis.results import collect, log_records, validation_curve
+from mixtape_plugin.errors import UserError
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "collect_results.py"
+spec = importlib.util.spec_from_file_location("collect_results", SCRIPT)
+collect_results = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(collect_results)
+
+TIME = "2026-01-02 03:04:05 | INFO | "
+LAYERS = {"softmax": "output_layer='softmax', num_components=4", "mixtape": "num_components=4, output_layer='mixtape'"}
+
+
+def start(layer="mixtape", seed=7, task="translation", parameters="5,472,793", command="examples/multi30k/train.sh"):
+    """The beginning of train.log, as train.sh and fairseq-train write it."""
+    return (
+        f"train.sh: commit 3be862a, command {command} {layer} --seed {seed}\n"
+        f"{TIME}fairseq_cli.train | {{'common': {{'_name': None, 'seed': {seed}, 'cpu': False}}, 'dataset': "
+        f"{{'fixed_validation_seed': None}}, 'model': Namespace(task='{task}', {LAYERS[layer]}, seed={seed})}}\n"
+        f"{TIME}fairseq_cli.train | num. shared model params: {parameters} (num. trained: {parameters})\n"
+        f"{TIME}fairseq_cli.train | num. expert model params: 0 (num. trained: 0)\n"
+    )
+
+
+def epoch(number, updates, ppl, wps=1000, wall=60):
+    """One epoch of a log, with --log-format simple."""
+    inner = (
+        f"loss=11.829, nll_loss=11.803, ppl=3573.49, wps={wps}, ups=0.61, wpb=1868.2, bsz=107, "
+        f"num_updates={updates - 4}, lr=5e-05, gnorm=0.733, train_wall=82, wall={wall - 9}"
+    )
+    valid = (
+        f"valid on 'valid' subset | loss 9 | nll_loss 8.5 | ppl {ppl} | wps 5412.8 | wpb 695.8 | bsz 10 | "
+        f"num_updates {updates} | best_loss 8.2"
+    )
+    train = (
+        "loss 3.926 | nll_loss 2.624 | ppl 6.17 | wps 1125.2 | ups 0.61 | wpb 1843.9 | bsz 105.8 | "
+        f"num_updates {updates} | lr 0.000551485 | gnorm 0.828 | train_wall 440 | wall {wall}"
+    )
+    return (
+        f"{TIME}train_inner | epoch {number:03d}:     50 / 274 {inner}\n"
+        f"{TIME}valid | epoch {number:03d} | {valid}\n"
+        f"{TIME}train | epoch {number:03d} | {train}\n"
+    )
+
+
+DONE = f"{TIME}fairseq_cli.train | done training in 6084.6 seconds\n"
+SCORES = [
+    {"metric": "BLEU 13a", "score": 34.9812, "signature": "nrefs:1|tok:13a", "preprocessing": None},
+    {"metric": "BLEU intl", "score": 33.5, "signature": "nrefs:1|tok:intl", "preprocessing": None},
+    {"metric": "BLEU tokenized, compounds split", "score": 35.25, "signature": "tok:none", "preprocessing": "Moses"},
+    {"metric": "chrF", "score": 57.96, "signature": "nc:6", "preprocessing": None},
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A function that writes files into a new folder."""
+
+    def write(name="run", **files):
+        path = tmp_path / name
+        path.mkdir()
+        for file, content in files.items():
+            content = content if isinstance(content, bytes) else content.encode()
+            (
+                path / file.replace("__", "-").replace("_log", ".log").replace("_txt", ".txt").replace("_json", ".json")
+            ).write_bytes(content)
+        return path
+
+    return write
+
+
+def table_of(printed):
+    """The rows of the Markdown table as dictionaries, and what follows it."""
+    lines = printed.splitlines()
+    cells = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in lines if line.startswith("|")]
+    assert all(len(row) == len(cells[0]) for row in cells) and set(cells[1]) == {"---"}
+    return [dict(zip(cells[0], row)) for row in cells[2:]], lines[len(cells) :]
+
+
+def test_translation(folder, capsys, tmp_path):
+    log = start() + epoch(1, 274, 200.5, wps=800, wall=70) + epoch(2, 548, 63.25, wps=1300, wall=7000) + DONE
+    whole = folder(
+        "whole", train_log=log, score_json=json.dumps(SCORES), test__perplexity_txt="test nll_loss 2.6 | ppl 6.22\n"
+    )
+    begun = folder("begun", train_log=start("softmax", 8, parameters="5,021,962") + epoch(1, 274, 190))
+    collect_results.main(
+        [str(whole), str(begun), "--csv", str(tmp_path / "r.csv"), "--markdown", str(tmp_path / "r.md")]
+    )
+    printed = capsys.readouterr()
+    assert printed.err == "" and (tmp_path / "r.md").read_text() == printed.out
+    rows, notes = table_of(printed.out)
+    assert rows[0] == {
+        "training": "whole", "layer": "mixtape-4", "seed": "7", "updates": "548", "epochs": "2", "ended": "yes",
+        "parameters": "5,472,793", "valid ppl": "63.25", "test ppl": "6.22", "BLEU 13a": "34.98", "BLEU intl": "33.50",
+        "BLEU 13a lower-cased": "not run", "BLEU tokenized": "not run", "BLEU tokenized, compounds split": "35.25",
+        "chrF": "57.96", "tokens/s": "1,050", "wall time": "1 h 57 min", "commit": "3be862a",
+    }  # fmt: skip
+    names = ("layer", "seed", "epochs", "ended", "valid ppl", "test ppl", "chrF", "wall time")
+    values = ["softmax", "8", "1", "no", "190.00", "not run", "not run", "1 min"]
+    assert [rows[1][name] for name in names] == values
+    assert notes == [
+        "",
+        "- BLEU 13a: `nrefs:1|tok:13a`",
+        "- BLEU intl: `nrefs:1|tok:intl`",
+        "- BLEU tokenized, compounds split: `tok:none; after Moses`",
+        "- chrF: `nc:6`",
+    ]
+    with open(tmp_path / "r.csv", encoding="utf-8") as file:
+        first, second = csv.DictReader(file)
+    assert (first["folder"], first["command"]) == (str(whole), "examples/multi30k/train.sh mixtape --seed 7")
+    assert (first["BLEU 13a"], first["BLEU 13a signature"], first["wall s"]) == ("34.9812", "nrefs:1|tok:13a", "7000.0")
+    assert (second["parameters"], second["BLEU 13a"], second["test ppl"]) == ("5021962", "not run", "not run")
+
+
+def test_signatures_that_differ_are_told_apart(folder, capsys):
+    other = [{**SCORES[0], "signature": "nrefs:1|tok:13a|version:1"}]
+    one = folder("one", train_log=start(), score_json=json.dumps(SCORES[:1]))
+    two = folder("two", train_log=start(), score_json=json.dumps(other))
+    collect_results.main([str(one), str(two)])
+    _, notes = table_of(capsys.readouterr().out)
+    assert notes[1:] == [f"- BLEU 13a ({one}): `nrefs:1|tok:13a`", f"- BLEU 13a ({two}): `nrefs:1|tok:13a|version:1`"]
+
+
+def test_language_models(folder, capsys):
+    """Files as examples/*/evaluate.sh, dynamic_evaluation.py and cache_pointer.py write them."""
+    static = "test: 82,430 tokens, static perplexity 521.078\n"
+    words = folder(
+        "words",
+        train_log=start(task="bptt_language_modeling") + epoch(1, 682, 600),
+        valid_txt="valid: 73,760 tokens, 9.1041 bits a token, perplexity 550.31\n",
+        test_txt="test: 82,430 tokens, 9.0254 bits a token, perplexity 521.08\n",
+        cache_pointer_txt=static
+        + "test: 82,430 tokens, perplexity with cache 436.146 (lambda 0.1, theta 1, window 500)\n",
+        dynamic_evaluation_txt=static + "test: 82,430 tokens, dynamic perplexity 300.628 (learning rate 0.002)\n",
+    )
+    characters = folder(
+        "characters",
+        train_log=start("softmax", task="bptt_language_modeling"),
+        test_txt="test: 5,000,000 characters, 1.4427 bits a character, perplexity 2.72\n",
+    )
+    collect_results.main([str(words)])
+    (row,), notes = table_of(capsys.readouterr().out)
+    assert (row["valid ppl"], row["test ppl"]) == ("550.31", "521.08")  # that of valid.txt, not the log's
+    assert (row["cache pointer"], row["dynamic evaluation"]) == ("436.15", "300.63")
+    assert notes == [] and not [name for name in row if "BLEU" in name or "bits" in name]
+    collect_results.main([str(words), str(characters)])
+    (_, row), _ = table_of(capsys.readouterr().out)
+    assert (row["test bits/character"], row["valid bits/character"], row["test ppl"]) == ("1.4427", "not run", "2.72")
+    assert (row["updates"], row["tokens/s"], row["wall time"]) == ("not run", "not run", "not run")
+
+
+def test_resumed_training(folder):
+    """One log of two starts, the first killed in the middle of a line; the third, too, with nothing after it."""
+    killed = f"{TIME}valid | epoch 002 | valid on 'valid' subset | loss 9 | nll_loss 8.5 | ppl 1"
+    first = start(parameters="1") + epoch(1, 274, 200.5) + killed
+    second = start(seed=9).replace("3be862a", "48f452b+") + epoch(2, 548, 63.25, wall=130) + DONE
+    path = folder(train_log=first + second + killed)
+    row, damaged = collect(path)
+    assert damaged == [] and (row["seed"], row["parameters"], row["updates"]) == ("9", 5_472_793, 548)
+    assert (row["commit"], row["valid ppl"], row["wall s"]) == ("3be862a, 48f452b+", 63.25, 130)
+    assert row["ended"] == "no"  # something was begun after "done training"
+    assert validation_curve(path) == {274: 200.5, 548: 63.25}
+
+
+def test_json_log(folder):
+    values = {"epoch": 3, "valid_loss": "8.2", "valid_ppl": "300.72", "valid_num_updates": "682"}
+    inner = {
+        "epoch": 3,
+        "update": 2.5,
+        "loss": "4.1",
+        "ppl": "17.1",
+        "wps": "977.2",
+        "num_updates": "600",
+        "wall": "55",
+    }
+    train = {"epoch": 3, "train_loss": "4.2", "train_ppl": "18", "train_num_updates": "682", "train_wall": "61"}
+    lines = {"train_inner": inner, "valid": values, "train": train}
+    log = start() + "".join(f"{TIME}{name} | {json.dumps(line)}\n" for name, line in lines.items()) + DONE
+    path = folder(train_log=log)
+    row, _ = collect(path)
+    assert (row["updates"], row["epochs"], row["valid ppl"], row["tokens/s"]) == (682, 3, 300.72, 977.2)
+    assert row["wall s"] == 61 and validation_curve(path) == {682: 300.72}
+
+
+def test_infinite_and_tiny_numbers(folder):
+    lines = epoch(1, 274, "inf").replace("lr=5e-05", "lr=5e-05, clip=0") + epoch(2, 300, "nan")
+    inner, valid, _, _, second, _ = [values for _, values in log_records(lines)]
+    assert valid["ppl"] == float("inf") and second["ppl"] != second["ppl"]
+    assert (inner["lr"], inner["clip"], inner["epoch"]) == (5e-5, 0, 1)
+
+
+def test_damaged_files(folder, capsys):
+    binary = bytes(range(256)) * 9
+    path = folder(
+        train_log=binary + b"\n" + (start() + epoch(1, 274, 200.5)).encode() + binary,
+        score_json='[{"metric": "BLEU 13a", "sc',
+        test__perplexity_txt="",
+        valid_txt="no",
+    )
+    collect_results.main([str(path)])
+    printed = capsys.readouterr()
+    (row,), notes = table_of(printed.out)
+    assert (row["layer"], row["updates"]) == ("mixtape-4", "274")
+    assert [row[name] for name in ("valid ppl", "test ppl", "BLEU 13a", "chrF")] == ["unreadable"] * 4
+    assert sorted(printed.err.splitlines()) == [
+        f"collect_results.py: {path}/score.json is no list of scores",
+        f"collect_results.py: {path}/test-perplexity.txt holds no perplexity",
+        f"collect_results.py: {path}/valid.txt holds no perplexity",
+    ]
+
+
+@pytest.mark.parametrize(
+    "scores", ["", "{}", "[]", "3", "null", "[3]", '[{"metric": "x"}]', '[{"metric": "BLEU 13a", "score": "x"}]']
+)
+def test_scores_that_are_none(folder, scores):
+    row, damaged = collect(folder(train_log=start(), score_json=scores))
+    assert row["BLEU 13a"] == "unreadable" and damaged == [f"{row['folder']}/score.json is no list of scores"]
+
+
+def test_empty_log_and_no_log(folder, capsys):
+    empty = folder("empty", train_log="")
+    scored = folder("scored", score_json=json.dumps(SCORES))
+    collect_results.main([str(empty), str(scored)])
+    printed = capsys.readouterr()
+    rows, _ = table_of(printed.out)
+    assert {value for name, value in rows[0].items() if name not in ("training", "commit")} == {"not run"}
+    assert rows[0]["commit"] == "unknown" and rows[1]["BLEU 13a"] == "34.98" and rows[1]["ended"] == "not run"
+    assert printed.err.splitlines() == [
+        f"collect_results.py: {empty}/train.log does not tell the model",
+        f"collect_results.py: {scored}/train.log is missing",
+    ]
+
+
+def test_plot(folder, tmp_path, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    drawn = []
+    monkeypatch.setattr(plt, "close", lambda figure: drawn.append(figure.axes[0]))
+    one = folder("one", train_log=start() + epoch(1, 274, 200.5) + epoch(2, 548, 63.25))
+    two = folder("two", train_log=start("softmax", 1) + epoch(1, 300, 150))
+    none = folder("none", train_log=start("softmax", 2))
+    collect_results.main([str(one), str(two), str(none), "--plot", str(tmp_path / "curves.png")])
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    lines = {line.get_label(): line.get_xydata().tolist() for line in drawn[0].lines}
+    assert lines == {"mixtape-4, seed 7": [[274, 200.5], [548, 63.25]], "softmax, seed 1": [[300, 150]]}
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    "args, sentence",
+    [
+        (["nowhere"], "nowhere is no folder: give those that train.sh wrote"),
+        (["."], ". holds neither train.log nor scores: give the folders that train.sh wrote"),
+        (["run", "--plot", "a.png"], "--plot a.png has nothing to show: none of the logs has a validation"),
+        (["seen", "--plot", "a.txt"], "--plot a.txt is not allowed: a name that ends in .png, .pdf or .svg"),
+        (["run", "--csv", "nowhere/a.csv"], "--csv nowhere/a.csv cannot be written: No such file or directory"),
+        (["run", "--markdown", "run/x/a.md"], "--markdown run/x/a.md cannot be written: No such file or directory"),
+    ],
+)
+def test_mistakes(args, sentence, folder, tmp_path, monkeypatch):
+    folder("run", train_log=start())
+    folder("seen", train_log=start() + epoch(1, 1, 2))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        collect_results.main(args)
+    assert str(error.value) == sentence

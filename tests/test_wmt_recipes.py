@@ -1,0 +1,376 @@
+"""examples/wmt14_en_{de,fr}: train.sh and evaluate.sh, on binarized text made here; and scripts/training.sh."""
+
+import csv
+import importlib.util
+import json
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from conftest import LAYERS, USER_DIR, build_model, make_dictionary
+from conftest import run as fairseq
+from fairseq import options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.distributed import utils as distributed
+
+from mixtape_plugin.analysis.benchmark import SHAPES, multiply_adds
+
+ROOT = Path(__file__).resolve().parent.parent
+spec = importlib.util.spec_from_file_location("collect_results", ROOT / "scripts" / "collect_results.py")
+collect_results = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(collect_results)
+EXAMPLES = {"wmt14_en_de": "de", "wmt14_en_fr": "fr"}
+WORDS = {
+    "en": ["dog", "man", "wo@@ man", "T-shirt", "gui@@ tar", "street", "plays", "runs", "sees"],
+    "de": ["Hund", "Mann", "Frau", "T-Shirt", "Gi@@ tarre", "Stra@@ ße", "spielt", "läuft", "sieht"],
+    "fr": ["chien", "homme", "femme", "T-shirt", "gui@@ tare", "rue", "joue", "court", "v@@ oit"],
+}
+SIZES = {"train": 300, "valid": 20, "test": 12}
+# The paper's table of hyper-parameters, constant of the learning rate and number of steps.
+PAPER = {
+    "wmt14_en_de": {"d": 1024, "constant": 2.5, "updates": 300_000, "dropout": 0.3, "gate_dropout": 0.2},
+    "wmt14_en_fr": {"d": 2048, "constant": 2.0, "updates": 1_200_000, "dropout": 0.25, "gate_dropout": 0.15},
+}
+
+
+def run(example, script, *args, **environment):
+    # The tools of the Python that runs the tests, whichever environment it is in; none of Slurm's variables.
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return subprocess.run(
+        ["bash", str(ROOT / "examples" / example / script), *map(str, args)],
+        env={**inherited, "PATH": path, **{name: str(value) for name, value in environment.items()}},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+    )
+
+
+def output(*args, **environment):
+    done = run(*args, **environment)
+    assert done.returncode == 0, done.stderr + done.stdout[-2000:]
+    return done.stdout
+
+
+def mistake(*args, **environment):
+    """The one sentence that a run ends with which must fail."""
+    done = run(*args, **environment)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+def stub(folder, **scripts):
+    """A folder for MIXTAPE_VENV whose commands are shell scripts, `_` in their names standing for `-`."""
+    (folder / "bin").mkdir(parents=True)
+    for name, script in scripts.items():
+        path = folder / "bin" / name.replace("_", "-")
+        path.write_text(f"#!/usr/bin/env bash\n{script}\n")
+        path.chmod(0o755)
+    return folder
+
+
+def lines(path):
+    return path.read_text(encoding="utf-8").split("\n")[:-1]
+
+
+@pytest.fixture(scope="module", params=EXAMPLES)
+def example(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def data(example, tmp_path_factory):
+    """What prepare.sh writes, word for word the same sentence in both languages."""
+    out, target, rng = tmp_path_factory.mktemp(example), EXAMPLES[example], random.Random(1)
+    text = out / "text"
+    text.mkdir()
+    (text / "codes").write_text("#version: 0.2\n")
+    for split, size in SIZES.items():
+        sentences = [[int(9 * rng.random() ** 2) for _ in range(rng.randint(3, 8))] for _ in range(size)]
+        for lang in ("en", target):
+            bpe = "".join(" ".join(WORDS[lang][i] for i in sentence) + " .\n" for sentence in sentences)
+            (text / f"bpe.{split}.{lang}").write_text(bpe, encoding="utf-8")
+            (text / f"raw.{split}.{lang}").write_text(bpe.replace("@@ ", "").replace(" .", "."), encoding="utf-8")
+    prefixes = [flag for split in SIZES for flag in (f"--{split}pref", text / f"bpe.{split}")]
+    languages = ["--source-lang", "en", "--target-lang", target]
+    fairseq("preprocess", *languages, "--joined-dictionary", "--padding-factor", 1, *prefixes, "--destdir", out)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------- end to end
+
+
+@pytest.mark.slow
+def test_from_binarized_text_to_the_table(example, data, tmp_path, capsys):
+    target = EXAMPLES[example]
+    for layer in ("softmax", "mixtape"):
+        save = tmp_path / layer
+        log = output(example, "train.sh", layer, "--smoke", "--data", data, "--save", save, "--seed", 3)
+        assert (save / "train.log").read_text() == log
+        assert re.match(rf"train\.sh: commit \S+, command examples/{example}/train\.sh {layer} --smoke --data ", log)
+        assert len(list(save.glob("checkpoint_*_*.pt"))) == 3 and (save / "checkpoint_last.pt").exists()
+        model = torch.load(save / "checkpoint_last.pt", weights_only=True)["model"]
+        width = PAPER[example]["d"] // 32
+        assert model["decoder.layers.1.fc1.weight"].shape == (4 * width, width)
+        assert ("decoder.output_projection.gate_embedding" in model) == (layer == "mixtape")
+
+    save = tmp_path / "mixtape"
+    printed = output(example, "evaluate.sh", save, "--data", data, "--last", 2, "--cpu")
+    paths = sorted(save.glob("checkpoint_*_*.pt"), key=lambda path: int(path.stem.split("_")[2]))
+    assert printed.startswith(f"{save}/average.pt: average of {paths[1].name}, {paths[2].name}\n")
+    hypotheses = lines(save / "test.hyp")
+    assert len(hypotheses) == SIZES["test"] and not any("@@" in line for line in hypotheses)
+    assert printed.endswith((save / "score.txt").read_text())
+    scores = {row["metric"]: row for row in json.loads((save / "score.json").read_text())}
+    assert ("BLEU tokenized, compounds split" in scores) == (target == "de")
+    # Not far from knowing nothing, after 10 updates of a learning rate that has hardly begun to warm up.
+    types = len(lines(data / f"dict.{target}.txt")) + 4
+    perplexity = (save / "test-perplexity.txt").read_text()
+    nll, ppl = re.fullmatch(r"test nll_loss ([\d.]+) \| ppl ([\d.]+)\n", perplexity).groups()
+    assert float(nll) == pytest.approx(math.log2(types), abs=0.8)
+
+    collect_results.main([str(tmp_path / "softmax"), str(save), "--csv", str(tmp_path / "results.csv")])
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[:4]]
+    softmax, mixtape = (dict(zip(table[0], row)) for row in table[2:])
+    assert [row["layer"] for row in (softmax, mixtape)] == ["softmax", "mixtape-4"]
+    for row in (softmax, mixtape):
+        assert (row["seed"], row["updates"], row["ended"]) == ("3", "10", "yes")
+    assert (mixtape["test ppl"], softmax["test ppl"], softmax["BLEU 13a"]) == (ppl, "not run", "not run")
+    assert mixtape["BLEU 13a"] == f"{scores['BLEU 13a']['score']:.2f}"
+    (row,) = [row for row in csv.DictReader(open(tmp_path / "results.csv")) if row["training"] == "mixtape"]
+    assert float(row["chrF"]) == scores["chrF"]["score"] and row["chrF signature"] == scores["chrF"]["signature"]
+    assert row["command"].startswith(f"examples/{example}/train.sh mixtape --smoke ")
+
+
+# --------------------------------------------------------------------------------------------- flags of train.sh
+
+
+@pytest.fixture(scope="module")
+def no_data(tmp_path_factory):
+    """Enough for train.sh to begin."""
+    folder = tmp_path_factory.mktemp("data")
+    for lang in ("en", "de", "fr"):
+        (folder / f"dict.{lang}.txt").write_text("the 1\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def printing(tmp_path_factory):
+    """A fairseq-train that prints its arguments, one a line."""
+    return stub(tmp_path_factory.mktemp("printing") / "venv", fairseq_train='printf "%s\\n" "$@"')
+
+
+def flags_of(example, no_data, venv, save, *args, **environment):
+    """What train.sh hands to fairseq-train, as fairseq reads it; and what it says before."""
+    done = run(example, "train.sh", *args, "--data", no_data, "--save", save, MIXTAPE_VENV=venv, **environment)
+    assert done.returncode == 0, done.stderr
+    header, *flags = done.stdout.splitlines()
+    assert header.startswith("train.sh: commit ")
+    assert flags[flags.index("--user-dir") + 1] == USER_DIR
+    return options.parse_args_and_arch(options.get_training_parser(), input_args=flags), done.stderr
+
+
+def count_parameters(arch, layer):
+    with torch.device("meta"):
+        model = build_model(arch, make_dictionary(31_996), output_layer=layer)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_flags_are_the_papers(example, layer, no_data, printing, tmp_path):
+    args, said = flags_of(example, no_data, printing, tmp_path / "save", layer, "--gpus", 8)
+    paper = PAPER[example]
+    assert args.arch == f"mixtape_transformer_{example.replace('14', '')}_big" and args.output_layer == layer
+    assert args.encoder_embed_dim == args.decoder_embed_dim == paper["d"]
+    assert args.num_components == (9 if layer in ("mos", "moc") else 4)
+    assert (args.dropout, args.attention_dropout, args.gate_dropout) == (paper["dropout"], 0.15, paper["gate_dropout"])
+    # lr = c d^-.5 min(1, s/w) max(s, w)^-.5 is fairseq's, with a peak of c / sqrt(d w) after w updates
+    assert args.lr == [pytest.approx(paper["constant"] / math.sqrt(paper["d"] * 16_000), rel=1e-4)]
+    assert (args.lr_scheduler, args.warmup_updates, args.warmup_init_lr) == ("inverse_sqrt", 16_000, 0)
+    assert (args.optimizer, args.adam_betas, args.adam_eps) == ("adam", "(0.9, 0.997)", 1e-9)
+    assert (args.label_smoothing, args.clip_norm, args.max_update) == (0.1, 0, paper["updates"])
+    assert (args.max_tokens, args.update_freq, args.distributed_world_size) == (4096, [1], 8)
+    assert getattr(args, "output_impl", "auto") == "auto" and not args.bf16 and args.seed == 1
+    # the last ten checkpoints, which evaluate.sh averages, are at hand in the end
+    assert paper["updates"] % args.save_interval_updates == 0 and args.keep_interval_updates == 10
+
+    count = count_parameters(args.arch, layer)
+    assert f"{layer}, about {count / 1e6:.0f} million parameters; {paper['updates']} updates of 32768 tokens" in said
+    disk = re.search(rf"disk: about (\d+) GB for 12 checkpoints in {tmp_path}/save; ", said)[1]
+    assert float(disk) == pytest.approx(12 * count * 12 / 1e9, abs=0.6)
+    shape = SHAPES[example[-5:].replace("_", "-")]
+    name = f"{layer}-9" if layer in ("mos", "moc") else layer
+    beyond = multiply_adds(name, shape) - multiply_adds("softmax", shape)
+    operations = float(re.search(r"time: about ([\d.e+]+) floating", said)[1])
+    assert operations == pytest.approx(
+        6 * (count_parameters(args.arch, "softmax") + beyond) * 32_768 * paper["updates"], rel=0.05
+    )
+
+
+def test_later_flags_win_and_batches_fit_the_gpus(example, no_data, printing, tmp_path):
+    flags = ["--gpus", 2, "--max-tokens", 2048, "--lr", "1e-4", "--cpu", "--bf16"]
+    args, said = flags_of(example, no_data, printing, tmp_path / "save", "mos", *flags)
+    assert (args.max_tokens, args.update_freq, args.distributed_world_size) == (2048, [8], 2)
+    assert args.lr == [1e-4] and args.bf16 and "on 2 GPUs 2048 at once, 8 times an update" in said
+
+
+def test_gpus_are_those_that_are_visible(no_data, printing, tmp_path):
+    venv = shutil.copytree(printing, tmp_path / "venv")
+    stub(tmp_path / "gpus", python="echo 4")
+    shutil.copy(tmp_path / "gpus" / "bin" / "python", venv / "bin")
+    example, save = "wmt14_en_de", tmp_path / "save"
+    args, _ = flags_of(example, no_data, venv, save, "mixtape")
+    assert (args.distributed_world_size, args.max_tokens, args.update_freq) == (4, 4096, [2])
+    args, _ = flags_of(example, no_data, venv, save, "mixtape", "--cpu")
+    assert (args.distributed_world_size, args.max_tokens, args.update_freq) == (1, 4096, [8])
+    (venv / "bin" / "python").write_text("#!/usr/bin/env bash\necho 0\n")
+    args, said = flags_of(example, no_data, venv, save, "mixtape")
+    assert args.distributed_world_size == 1 and "train.sh: no GPU is visible, training on the CPU\n" in said
+
+
+def test_bf16_only_where_the_gpu_has_it(no_data, printing, tmp_path):
+    venv = shutil.copytree(printing, tmp_path / "venv")
+    stub(tmp_path / "gpu", python="exit $OLD")  # the answer to whether the GPU is too old
+    shutil.copy(tmp_path / "gpu" / "bin" / "python", venv / "bin")
+    flags = ["mixtape", "--gpus", 1, "--bf16", "--data", no_data, "--save", tmp_path / "save"]
+    message = "train.sh: --bf16 is not for this GPU, which has no bfloat16; use fairseq-train's --fp16"
+    assert mistake("wmt14_en_de", "train.sh", *flags, MIXTAPE_VENV=venv, OLD=1) == message
+    assert not (tmp_path / "save").exists()
+    assert "\n--bf16\n" in output("wmt14_en_de", "train.sh", *flags, MIXTAPE_VENV=venv, OLD=0)
+
+
+@pytest.mark.parametrize("tasks_per_node", [1, 8])
+def test_slurm(tasks_per_node, no_data, printing, tmp_path, monkeypatch):
+    """As the second node's first task sees it; fairseq's own launcher makes of it 16 processes, and who is who."""
+    venv = shutil.copytree(printing, tmp_path / "venv")
+    hosts = '[ "$*" = "show hostnames node[1-2]" ] && printf "node1\\nnode2\\n"'
+    stub(tmp_path / "gpus", python="echo 8", scontrol=hosts)
+    for path in (tmp_path / "gpus" / "bin").iterdir():
+        shutil.copy(path, venv / "bin")
+    slurm = {"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_NNODES": 2, "SLURM_NTASKS_PER_NODE": tasks_per_node}
+    slurm.update({"SLURM_NODEID": 1, "SLURM_PROCID": tasks_per_node, "SLURM_LOCALID": 0})
+    save = tmp_path / "save"
+    args, _ = flags_of("wmt14_en_de", no_data, venv, save, "mixtape", "--distributed-port", 12345, **slurm)
+    assert (args.distributed_world_size, args.max_tokens, args.update_freq) == (16, 2048, [1])
+    assert not (save / "train.log").exists()  # the first task's
+
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("PATH", f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    config = convert_namespace_to_omegaconf(args).distributed_training
+    with mock.patch.object(torch.cuda, "device_count", lambda: 8), mock.patch.object(torch.cuda, "set_device"):
+        distributed.infer_init_method(config)
+    assert config.distributed_init_method == "tcp://node1:12345"
+    assert (config.distributed_world_size, config.distributed_rank) == (16, 8)
+    assert config.distributed_no_spawn == (tasks_per_node == 8)
+
+
+def test_an_update_is_split_without_changing_its_size():
+    rng = random.Random(1)
+    cases = [(32768, 1, 4096), (32768, 8, 4096), (32768, 16, 4096), (32768, 3, 4096), (32768, 1, 100_000), (100, 7, 1)]
+    cases += [(rng.randint(100, 40_000), rng.randint(1, 70), rng.randint(1, 9_000)) for _ in range(200)]
+    script = 'root=$1 usage=; source "$root/scripts/training.sh"; while read -r total count most; do '
+    script += '(split_update "$total" "$count" "$most" 2>/dev/null; echo "$update_freq $max_tokens") || echo; done'
+    given = "".join(f"{' '.join(map(str, case))}\n" for case in cases)
+    done = subprocess.run(["bash", "-c", script, "train.sh", str(ROOT)], input=given, stdout=subprocess.PIPE, text=True)
+    found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert found[:5] == [(8, 4096), (1, 4096), (1, 2048), (3, 3640), (1, 32768)]
+    refused = 0
+    for (total, count, most), split in zip(cases, found):
+        steps = next(n for n in range(1, total + 2) if count * n * most >= total)  # the fewest that suffice
+        if total // (count * steps) == 0:
+            assert split == ()
+            refused += 1
+            continue
+        assert split == (steps, total // (count * steps)) and split[1] <= most
+    assert len(found) == len(cases) and found[5] == () and refused < 20
+
+
+# ----------------------------------------------------------------------------------------- commands of evaluate.sh
+
+
+@pytest.mark.parametrize("model, bpe", [("codes", "subword_nmt"), ("spm.model", "sentencepiece")])
+def test_commands_of_evaluation(example, model, bpe, tmp_path):
+    target, data, save = EXAMPLES[example], tmp_path / "data", tmp_path / "save"
+    (data / "text").mkdir(parents=True)
+    (data / "text" / model).write_text("")
+    save.mkdir()
+    said = f'echo "${{0##*/}} $*" >>{tmp_path}/called'
+    venv = stub(
+        tmp_path / "venv",
+        python=f'{said}; echo "score"',
+        sacrebleu=said,
+        fairseq_validate=f'{said}; printf "| %s | wps 3\\n" "nll_loss 9 | ppl 512" "nll_loss 2.5 | ppl 5.66"',
+        fairseq_generate=f'{said}; printf "H-%s\\t-1\\t%s\\n" 2 "c ." 10 "d ." 0 "a , b ."; printf "D-0\\t-1\\tx\\n"',
+        sacremoses=f"{said}; sed 's/ \\([.,]\\)/\\1/g'",
+    )
+    flags = ["--data", data, "--test-set", "wmt14/full", "--last", 5, "--max-tokens", 999]
+    printed = output(example, "evaluate.sh", save, *flags, MIXTAPE_VENV=venv)
+    assert printed == "score\ntest nll_loss 2.5 | ppl 5.66\nscore\n"
+    assert (save / "test.hyp").read_text() == "a, b.\nc.\nd.\n"  # in the order of the test set
+    bleu, average, validate, generate, moses, score = (tmp_path / "called").read_text().splitlines()
+    assert bleu == f"sacrebleu --test-set wmt14/full --language-pair en-{target} --echo ref"
+    scripts = f"python {ROOT}/scripts"
+    assert average == f"{scripts}/average_checkpoints.py --last 5 {save} --by updates --output {save}/average.pt"
+    assert validate.endswith(" --task translation --valid-subset test --log-format simple --max-tokens 999")
+    assert (
+        f"--gen-subset test --beam 4 --lenpen 0.6 --post-process {bpe} " in generate and "--max-tokens 999" in generate
+    )
+    assert moses == f"sacremoses -q -l {target} detokenize"
+    assert score == (
+        f"{scripts}/score.py --hypotheses {save}/test.hyp --test-set wmt14/full "
+        f"--source-lang en --target-lang {target} --json {save}/score.json"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_mistakes(example, no_data, tmp_path):
+    target = EXAMPLES[example]
+    assert mistake(example, "train.sh", "plif").startswith(
+        "train.sh: the output layer is 'plif', allowed are softmax, mos, moc and mixtape; "
+    )
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    flags = ["train.sh", "mos", "--save", tmp_path / "save", "--cpu"]
+    message = f"train.sh: --data {empty} holds no binarized data; run prepare.sh first"
+    assert mistake(example, *flags, "--data", empty) == message
+    flags += ["--data", no_data]
+    message = "train.sh: --gpus is '0', allowed is a positive whole number"
+    assert mistake(example, *flags, "--gpus", 0) == message
+    message = "train.sh: --max-tokens is 'x', allowed is a positive whole number"
+    assert mistake(example, *flags, "--max-tokens", "x") == message
+    assert mistake(example, *flags, "--gpus", 40_000).startswith("train.sh: --gpus is 40000, more than ")
+    assert mistake(example, *flags, "--save") == "train.sh: --save needs a value; see train.sh --help"
+    assert not (tmp_path / "save").exists()
+
+    assert "--help" in mistake(example, "evaluate.sh")
+    assert mistake(example, "evaluate.sh", tmp_path / "nowhere") == f"evaluate.sh: {tmp_path}/nowhere is no folder"
+    flags = ["evaluate.sh", empty, "--data", no_data]
+    way_out = "give the references as --references FILE"
+    message = f"evaluate.sh: {no_data}/text/raw.test.{target} is no file; run prepare.sh first, or {way_out}"
+    assert mistake(example, *flags) == message
+    message = f"evaluate.sh: --references nowhere is no file; run prepare.sh first, or {way_out}"
+    assert mistake(example, *flags, "--references", "nowhere") == message
+    message = "evaluate.sh: --references and --test-set exclude each other"
+    assert mistake(example, *flags, "--references", "x", "--test-set", "y") == message
+    message = f"evaluate.sh: --test-set wmt0 en-{target} is not to be had from sacrebleu; {way_out}"
+    assert mistake(example, *flags, "--test-set", "wmt0") == message
+    assert mistake(example, *flags, "--beam", 5) == "evaluate.sh: unknown option --beam; see evaluate.sh --help"
+    (empty / "checkpoint_1_2.pt").write_bytes(b"")
+    message = f"error: --last asks for 10 checkpoints, and {empty} has 1 named checkpoint_E_U.pt"
+    reference = tmp_path / "reference"
+    reference.write_text("a\n")
+    assert mistake(example, *flags, "--references", reference) == message
+    for script in ("train.sh", "evaluate.sh"):
+        assert output(example, script, "--help").startswith(f"usage: {script} ")
