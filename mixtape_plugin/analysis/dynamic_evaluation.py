@@ -15,7 +15,7 @@ from typing import Callable
 import torch
 from torch import Tensor
 
-from mixtape_plugin.analysis.language_model import Score, extract_features, predict, score, segments
+from mixtape_plugin.analysis.language_model import Score, extract_features, score, segments, target_log_probs
 from mixtape_plugin.errors import UserError
 
 # Yang et al. 2018, table 9: η, λ, ε. The statistics are of batches of 100, the segments of 5 tokens, for both.
@@ -144,23 +144,26 @@ def dynamic_evaluation(
     trained = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     pull = {name: (decay * rate).clamp_(max=1.0) for name, rate in statistics.decay_rate.items()}
     scale = {name: rms + epsilon for name, rms in statistics.rms.items()}
+    layer = model.decoder.output_projection
     batches = segments(task, split, 1, length)
     parts = []
     try:
         with gradients_without_dropout(model):
             for batch in batches if max_tokens is None else islice(batches, -(-max_tokens // length)):
-                log_probs, _, _ = predict(model, batch)
-                parts.append(log_probs.detach())
+                features, targets, _ = extract_features(model, batch)  # one column has no padding
+                with torch.no_grad():
+                    parts.append(target_log_probs(layer, features.flatten(0, 1), targets.flatten()))
                 if not parts[-1].isfinite().all():
                     return Score(math.inf, sum(map(len, parts)))
-                gradients = torch.autograd.grad(-log_probs.mean(), list(parameters.values()), allow_unused=True)
+                loss, _ = layer.loss(features, targets)
+                gradients = torch.autograd.grad(loss / targets.numel(), list(parameters.values()), allow_unused=True)
                 with torch.no_grad():
                     for (name, parameter), gradient in zip(parameters.items(), gradients):
                         parameter.lerp_(trained[name], pull[name])
                         if gradient is not None:
                             parameter.addcdiv_(gradient, scale[name], value=-learning_rate)
                 if progress:
-                    progress(len(log_probs))
+                    progress(targets.numel())
     finally:
         with torch.no_grad():
             for name, parameter in parameters.items():
