@@ -2,8 +2,6 @@
 
 import gzip
 import hashlib
-import importlib.util
-import io
 import math
 import os
 import random
@@ -16,59 +14,26 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import recipes
 import torch
 from conftest import USER_DIR
 from fairseq import options
 from fairseq.data import Dictionary, data_utils
 from fairseq.tokenizer import tokenize_line
+from recipes import ROOT, load_script, mistake, output, run, stub, write_archive
 
 import mixtape_plugin  # noqa: F401
 
-ROOT = Path(__file__).resolve().parent.parent
 SPLITS = ("train", "valid", "test")
-
-
-def run(example, script, *args, **environment):
-    # The tools of the Python that runs the tests, whichever environment it is in.
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    return subprocess.run(
-        ["bash", str(ROOT / "examples" / example / script), *map(str, args)],
-        env={**os.environ, "PATH": path, **{name: str(value) for name, value in environment.items()}},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-    )
-
-
-def output(*args, **environment):
-    done = run(*args, **environment)
-    assert done.returncode == 0, done.stderr + done.stdout[-2000:]
-    return done.stdout
-
-
-def mistake(*args, **environment):
-    """The one sentence that a run ends with which must fail."""
-    done = run(*args, **environment)
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr.splitlines()[-1]
 
 
 def files(folder):
     """Name -> content of all that is in a folder, but for the log, which holds the folder's name."""
     return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in Path(folder).rglob("*")
-        if path.is_file() and path.name not in ("preprocess.log", "settings")
+        name: content
+        for name, content in recipes.files(folder).items()
+        if Path(name).name not in ("preprocess.log", "settings")
     }
-
-
-def stub(folder, command, script):
-    """An environment for MIXTAPE_VENV whose `command` is a shell script."""
-    (folder / "bin").mkdir(parents=True)
-    (folder / "bin" / command).write_text(f"#!/usr/bin/env bash\n{script}\n")
-    (folder / "bin" / command).chmod(0o755)
-    return folder
 
 
 def decoded(folder, split):
@@ -112,7 +77,7 @@ def ptb(ptb_text, tmp_path_factory):
     half = (
         'while [ "$1" != --destdir ]; do shift; done; mkdir "$2"; echo x >"$2/dict.txt"; echo x >"$2/old.bin"; exit 1'
     )
-    broken = stub(out.parent / "broken", "fairseq-preprocess", half)
+    broken = stub(out.parent / "broken", fairseq_preprocess=half)
     assert run("ptb", "prepare.sh", *flags, "--out", out, MIXTAPE_VENV=broken).returncode == 1
     assert {path.name for path in out.iterdir()} == {"text", "binarizing"}
     (out / "text" / "valid").unlink()
@@ -244,9 +209,8 @@ TINY = TINY.split()
 
 def flags_of(example, data, tmp_path, *args):
     """What train.sh would hand to fairseq-train, as fairseq reads it."""
-    folder = stub(
-        tmp_path / "-".join(map(str, (example, *args))).replace("/", "."), "fairseq-train", 'printf "%s\\n" "$@"'
-    )
+    folder = tmp_path / "-".join(map(str, (example, *args))).replace("/", ".")
+    stub(folder, fairseq_train='printf "%s\\n" "$@"')
     header, *lines = output(
         example, "train.sh", *args, "--data", data, "--save", folder / "save", MIXTAPE_VENV=folder
     ).splitlines()
@@ -291,7 +255,7 @@ def test_flags_of_finetuning(example, rates, tmp_path):
         best = folder / "first" / "checkpoint_best.pt"
         best.parent.mkdir(parents=True)
         best.write_bytes(b"")
-        venv = stub(folder, "fairseq-train", 'printf "%s\\n" "$@"')
+        venv = stub(folder, fairseq_train='printf "%s\\n" "$@"')
         flags = ["--finetune", "--data", tmp_path, "--save", best.parent]
         _, *lines = output(example, "train.sh", layer, *flags, MIXTAPE_VENV=venv).splitlines()
         args = options.parse_args_and_arch(options.get_training_parser(), input_args=lines)
@@ -360,7 +324,7 @@ def test_flags_of_evaluation(example, flags, tmp_path):
     (data / "dict.txt").write_text("the 1\n")
     (tmp_path / "checkpoint_best.pt").write_bytes(b"")
     said = 'echo "Evaluated 1,234 tokens in"; echo "Loss (base 2): 2.0000, Perplexity: 4.00"'
-    venv = stub(tmp_path / "stub", "fairseq-eval-lm", f'echo "$@" >>{tmp_path}/called; {said}')
+    venv = stub(tmp_path / "stub", fairseq_eval_lm=f'echo "$@" >>{tmp_path}/called; {said}')
     printed = output(example, "evaluate.sh", tmp_path, "--data", tmp_path, "--cpu", MIXTAPE_VENV=venv)
     unit = "character" if example == "text8" else "token"
     assert printed == "".join(
@@ -371,7 +335,7 @@ def test_flags_of_evaluation(example, flags, tmp_path):
     assert all(call.endswith(f" {flags} --cpu") for call in calls)
     assert "--gen-subset valid --batch-size 10 " in calls[0] and "--gen-subset test --batch-size 1 " in calls[1]
 
-    broken = stub(tmp_path / "broken", "fairseq-eval-lm", "echo no memory; exit 1")
+    broken = stub(tmp_path / "broken", fairseq_eval_lm="echo no memory; exit 1")
     message = mistake(example, "evaluate.sh", tmp_path, "--data", tmp_path, MIXTAPE_VENV=broken)
     assert message == "evaluate.sh: fairseq-eval-lm failed: no memory"
 
@@ -381,17 +345,14 @@ def test_dynamic_evaluation_and_cache(example, tmp_path):
     """The scripts get the example's data, checkpoint and hyper-parameters."""
     (tmp_path / "dict.txt").write_text("the 1\n")
     (tmp_path / "checkpoint_best.pt").write_bytes(b"")
-    venv = stub(tmp_path / "stub", "python", 'echo "$@"')
+    venv = stub(tmp_path / "stub", python='echo "$@"')
     flags = ["--data", tmp_path, "--dynamic", "--cache", "--cpu"]
     printed = output(example, "evaluate.sh", tmp_path, *flags, MIXTAPE_VENV=venv).splitlines()
     for line, script in zip(printed, ("dynamic_evaluation", "cache_pointer")):
         path, *args = line.split()
         assert path == str(ROOT / "scripts" / f"{script}.py")
         assert (tmp_path / f"{script}.txt").read_text() == line + "\n"
-        spec = importlib.util.spec_from_file_location(script, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        args = module.parse_args(args)
+        args = load_script(script).parse_args(args)
         assert (args.data, args.path) == (str(tmp_path), f"{tmp_path}/checkpoint_best.pt")
         assert (args.dataset, args.subset, args.cpu) == (example, "test", True)
     assert len(printed) == 2
@@ -432,16 +393,6 @@ def one_billion_text():
     for n in (40, 30, 20, 10, 5, 0):
         files[f"heldout-monolingual.tokenized.shuffled/news.en.heldout-{n:05d}-of-00050"] = text(10)
     return {f"{ONE_BILLION}/{name}": content for name, content in files.items()}
-
-
-def write_archive(path, content, *more):
-    with tarfile.open(path, "w:gz") as archive:
-        for name, data in content.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-        for member in more:
-            archive.addfile(member)
 
 
 def shard_text(content, *numbers, heldout=False):

@@ -8,16 +8,15 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
+from functools import partial
 
 import pytest
+import recipes
 import torch
+from recipes import files, lines, multi30k_lines
 
-ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "examples" / "multi30k"
+start, run, mistake = (partial(function, "multi30k") for function in (recipes.start, recipes.run, recipes.mistake))
 WORDS = {
     "en": [
         "dog",
@@ -53,43 +52,8 @@ WORDS = {
 SIZES = {"train": 200, "val": 7, "test_2016_flickr": 5}
 
 
-def start(script, *args, **environment):
-    # The tools of the Python that runs the tests, whichever environment it is in.
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    command = ["bash", str(EXAMPLE / script), *map(str, args)]
-    return subprocess.Popen(
-        command,
-        env={**os.environ, "PATH": path, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def run(script, *args, **environment):
-    process = start(script, *args, **environment)
-    out, err = process.communicate()
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def mistake(script, *args, **environment):
-    """The one sentence that a run ends with which must fail."""
-    done = run(script, *args, **environment)
-    assert done.returncode == 1, done.stderr
-    return done.stderr.splitlines()[-1]
-
-
-def files(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
-
-
 def real_text(lang):
-    """The first lines of Multi30k itself, where MIXTAPE_DATA says it is; nothing elsewhere."""
-    if "MIXTAPE_DATA" not in os.environ:
-        return ""
-    with gzip.open(Path(os.environ["MIXTAPE_DATA"]) / "multi30k" / f"train.{lang}.gz", "rt", encoding="utf-8") as file:
-        return "".join(file.readline() for _ in range(500))
+    return "".join(line + "\n" for line in multi30k_lines(f"train.{lang}", 500))
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +85,6 @@ def prepared(corpus, tmp_path_factory):
     assert done.returncode == 0, done.stderr
     assert f"{train_size()} training pairs" in done.stdout
     return out
-
-
-def lines(path):
-    return path.read_text(encoding="utf-8").split("\n")[:-1]
 
 
 def check_prepared(out):

@@ -2,24 +2,19 @@
 
 import gzip
 import hashlib
-import importlib.util
 import io
 import os
 import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import tarfile
 import time
-from pathlib import Path
 
 import pytest
 import sacremoses
+from recipes import files, lines, load_script, mistake, multi30k_lines, output, run, start, write_archive
 from subword_nmt import apply_bpe, learn_bpe
 
-ROOT = Path(__file__).resolve().parent.parent
 WORDS = {
     "en": ["dog", "man", "isn't", '"hello"', "3.5", "U.S.", "house.", "T-shirt", "&", "don’t", "(a)", "50 %"],
     "de": ["Hund", "Mann", "ist's", "„hallo“", "3,5", "z.B.", "Haus.", "T-Shirt", "&", "geht’s", "(ein)", "50\u00a0%"],
@@ -43,18 +38,7 @@ COMMON_CRAWL = "wmt13/training-parallel-commoncrawl.tgz"
 needs_curl = pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
 
 
-sys.path.insert(0, str(ROOT / "scripts"))  # as for a script that is run
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("prepare_parallel", ROOT / "scripts" / "prepare_parallel.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # by which other processes find it
-    spec.loader.exec_module(module)
-    return module
-
-
-prepare_parallel = load_script()
+prepare_parallel = load_script("prepare_parallel")
 
 # ------------------------------------------------------------------------------------- archives as statmt.org has them
 
@@ -75,16 +59,6 @@ def sgm(count, language, seed):
     lines = sentences(count, language, seed).decode().splitlines()
     parts = "".join(f'<seg id="{n + 1}"> {line}</seg>\n' for n, line in enumerate(lines))
     return f'<refset setid="newstest">\n<doc docid="a">\n<p>\n{parts}</p>\n</doc>\n</refset>\n'.encode()
-
-
-def write_archive(path, members):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w:gz" if path.suffix == ".tgz" else "w") as archive:
-        for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return path
 
 
 # (English, the other language): what the cleaning must drop, and next to it what it must keep.
@@ -166,50 +140,16 @@ def archives(tmp_path_factory):
 # ------------------------------------------------------------------------------------------------- running prepare.sh
 
 
-def start(example, *args, **environment):
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    return subprocess.Popen(
-        ["bash", str(ROOT / "examples" / example / "prepare.sh"), *map(str, args)],
-        env={**os.environ, "PATH": path, **{name: str(value) for name, value in environment.items()}},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        start_new_session=True,
-    )
-
-
-def run(*args, **environment):
-    process = start(*args, **environment)
-    out, err = process.communicate()
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def mistake(*args, **environment):
-    """The one sentence that a run ends with which must fail."""
-    done = run(*args, **environment)
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr.splitlines()[-1]
-
-
 def moses(language, sentences):
     """sacremoses itself, as its command line does it."""
     normalizer, tokenizer = sacremoses.MosesPunctNormalizer(language), sacremoses.MosesTokenizer(language)
     return [tokenizer.tokenize(normalizer.normalize(line + "\n"), return_str=True) for line in sentences]
 
 
-def files(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
-
-
-def lines(path):
-    return path.read_text(encoding="utf-8").split("\n")[:-1]
-
-
 @pytest.fixture(scope="module")
 def en_de(archives, tmp_path_factory):
     out = tmp_path_factory.mktemp("prepared") / "en_de"
-    done = run("wmt14_en_de", "--from", archives, "--out", out, "--merges", 60, "--workers", 1)
+    done = run("wmt14_en_de", "prepare.sh", "--from", archives, "--out", out, "--merges", 60, "--workers", 1)
     assert done.returncode == 0, done.stderr
     return out, done.stderr + done.stdout
 
@@ -269,7 +209,7 @@ STAGES = ["raw.train.de", "tok.train.de", "tok.test.en", "words", "codes", "bpe.
 @pytest.mark.slow
 def test_killed_at_each_stage_with_two_processes_gives_the_same_bytes(en_de, archives, tmp_path):
     out = tmp_path / "en_de"
-    args = ["wmt14_en_de", "--from", archives, "--out", out, "--merges", 60, "--workers", 2]
+    args = ["wmt14_en_de", "prepare.sh", "--from", archives, "--out", out, "--merges", 60, "--workers", 2]
     (out / "text").mkdir(parents=True)
     for stage in STAGES:
         part = out / "text" / f"{stage}.part"
@@ -303,7 +243,7 @@ def wait_for_stage(process, stage):
 def test_full_disk(en_de, archives, tmp_path, stage):
     """ENOSPC while a file is written: said, nothing lost, and the next run goes on."""
     out = shutil.copytree(en_de[0], tmp_path / "en_de")
-    args = ["wmt14_en_de", "--from", archives, "--out", out, "--merges", 60, "--workers", 2]
+    args = ["wmt14_en_de", "prepare.sh", "--from", archives, "--out", out, "--merges", 60, "--workers", 2]
     before = files(out)
     for path in (out / "text").glob("*"):  # the stage and what comes after it
         order = ["raw", "tok", "words", "codes", "bpe"]
@@ -335,7 +275,8 @@ def test_english_french_downloaded(archives, tmp_path):
         "WMT_URL": f"{(tmp_path / 'nowhere').as_uri()} {damaged.as_uri()} {archives.as_uri()}",
         "WMT14_TEST_MD5": hashlib.md5((archives / "wmt14" / "test-full.tgz").read_bytes()).hexdigest(),
     }
-    args = ["wmt14_en_fr", "--out", tmp_path / "en_fr", "--merges", 90, "--bpe", "sentencepiece", "--workers", 2]
+    args = ["wmt14_en_fr", "prepare.sh", "--out", tmp_path / "en_fr"]
+    args += "--merges 90 --bpe sentencepiece --workers 2".split()
     done = run(*args, **environment)
     assert done.returncode == 0, done.stderr
     assert f"{damaged}/{EUROPARL}" in done.stderr
@@ -376,7 +317,7 @@ def test_a_wrong_download_is_never_used(archives, tmp_path):
         for split in ("train", "valid"):
             (text / f"raw.{split}.{language}").write_text("a\n")
     url = archives.as_uri()
-    message = mistake("wmt14_en_de", "--out", tmp_path / "out", WMT_URL=url)
+    message = mistake("wmt14_en_de", "prepare.sh", "--out", tmp_path / "out", WMT_URL=url)
     said = f"prepare.sh: {url}/wmt14/test-full.tgz could not be downloaded whole; run it again, or give a local copy as"
     assert message == said + " --from"
     assert not list(text.glob("test-full*")) and not list(text.glob("raw.test*"))
@@ -419,14 +360,14 @@ DAMAGES = ["missing", "truncated", "corrupt", "no archive", "lines", "empty", "f
 def test_wrong_archives(how, archives, tmp_path):
     folder = shutil.copytree(archives, tmp_path / "archives")
     message = damage(folder, how)
-    said = mistake("wmt14_en_de", "--from", folder, "--out", tmp_path / "out")
+    said = mistake("wmt14_en_de", "prepare.sh", "--from", folder, "--out", tmp_path / "out")
     assert said.split(".py: " if ".py: " in said else ".sh: ", 1)[1].startswith(message)
     assert not list(tmp_path.rglob("raw.*")) and not list(tmp_path.rglob("outside"))
 
 
 def test_an_archive_that_has_changed(archives, tmp_path):
     folder, out = shutil.copytree(archives, tmp_path / "archives"), tmp_path / "out"
-    args = ["wmt14_en_de", "--from", folder, "--out", out]
+    args = ["wmt14_en_de", "prepare.sh", "--from", folder, "--out", out]
     (folder / COMMON_CRAWL).unlink()
     assert "has no training-parallel-commoncrawl.tgz" in mistake(*args)
     shutil.copy(archives / COMMON_CRAWL, folder / COMMON_CRAWL)
@@ -448,12 +389,15 @@ def test_text_to_evaluate_on_must_be_whole(tmp_path):
 
 def test_options():
     for example in ("wmt14_en_de", "wmt14_en_fr", "multi30k"):
-        assert mistake(example, "--bpe", "x") == "prepare.sh: --bpe is 'x', allowed are subword-nmt and sentencepiece"
-        assert mistake(example, "--workers", 0) == "prepare.sh: --workers is '0', allowed is a positive whole number"
-        assert mistake(example, "--merges", "1k") == "prepare.sh: --merges is '1k', allowed is a positive whole number"
-        assert mistake(example, "--from", "nowhere") == "prepare.sh: --from nowhere is no folder that can be read"
-        assert mistake(example, "--shards", 1) == "prepare.sh: unknown option --shards; see prepare.sh --help"
-        assert run(example, "--help").stdout.startswith("usage: prepare.sh [--from DIR]")
+        for option, value, said in (
+            ("--bpe", "x", "--bpe is 'x', allowed are subword-nmt and sentencepiece"),
+            ("--workers", 0, "--workers is '0', allowed is a positive whole number"),
+            ("--merges", "1k", "--merges is '1k', allowed is a positive whole number"),
+            ("--from", "nowhere", "--from nowhere is no folder that can be read"),
+            ("--shards", 1, "unknown option --shards; see prepare.sh --help"),
+        ):
+            assert mistake(example, "prepare.sh", option, value) == f"prepare.sh: {said}"
+        assert output(example, "prepare.sh", "--help").startswith("usage: prepare.sh [--from DIR]")
 
 
 # ------------------------------------------------------------------------------------------ the same as the slow tools
@@ -513,19 +457,9 @@ ODD += [
 def test_tokens_are_sacremoses(language):
     rng = random.Random(language)
     texts = ["".join(rng.choices(ODD, k=rng.randint(0, 25))) for _ in range(3000)]
-    texts += real_text(language)
+    texts += multi30k_lines(f"train.{language}", 3000)
     prepare_parallel.prepare_tokens([language], False)
     assert [prepare_parallel.tokenize(text, 0) for text in texts] == moses(language, texts)
-
-
-def real_text(language):
-    """Some of Multi30k, where MIXTAPE_DATA says it is; nothing elsewhere."""
-    if "MIXTAPE_DATA" not in os.environ:
-        return []
-    with gzip.open(
-        Path(os.environ["MIXTAPE_DATA"]) / "multi30k" / f"train.{language}.gz", "rt", encoding="utf-8"
-    ) as file:
-        return [line.rstrip("\n") for line in file][:3000]
 
 
 def test_subwords_are_subword_nmts(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """examples/wmt14_en_{de,fr}: train.sh and evaluate.sh, on binarized text made here; and scripts/training.sh."""
 
 import csv
-import importlib.util
 import json
 import math
 import os
@@ -9,8 +8,6 @@ import random
 import re
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -20,13 +17,11 @@ from conftest import run as fairseq
 from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.distributed import utils as distributed
+from recipes import ROOT, lines, load_script, mistake, output, run, stub
 
 from mixtape_plugin.analysis.benchmark import SHAPES, multiply_adds
 
-ROOT = Path(__file__).resolve().parent.parent
-spec = importlib.util.spec_from_file_location("collect_results", ROOT / "scripts" / "collect_results.py")
-collect_results = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(collect_results)
+collect_results = load_script("collect_results")
 EXAMPLES = {"wmt14_en_de": "de", "wmt14_en_fr": "fr"}
 WORDS = {
     "en": ["dog", "man", "wo@@ man", "T-shirt", "gui@@ tar", "street", "plays", "runs", "sees"],
@@ -39,47 +34,6 @@ PAPER = {
     "wmt14_en_de": {"d": 1024, "constant": 2.5, "updates": 300_000, "dropout": 0.3, "gate_dropout": 0.2},
     "wmt14_en_fr": {"d": 2048, "constant": 2.0, "updates": 1_200_000, "dropout": 0.25, "gate_dropout": 0.15},
 }
-
-
-def run(example, script, *args, **environment):
-    # The tools of the Python that runs the tests, whichever environment it is in; none of Slurm's variables.
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    return subprocess.run(
-        ["bash", str(ROOT / "examples" / example / script), *map(str, args)],
-        env={**inherited, "PATH": path, **{name: str(value) for name, value in environment.items()}},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-    )
-
-
-def output(*args, **environment):
-    done = run(*args, **environment)
-    assert done.returncode == 0, done.stderr + done.stdout[-2000:]
-    return done.stdout
-
-
-def mistake(*args, **environment):
-    """The one sentence that a run ends with which must fail."""
-    done = run(*args, **environment)
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr.splitlines()[-1]
-
-
-def stub(folder, **scripts):
-    """A folder for MIXTAPE_VENV whose commands are shell scripts, `_` in their names standing for `-`."""
-    (folder / "bin").mkdir(parents=True)
-    for name, script in scripts.items():
-        path = folder / "bin" / name.replace("_", "-")
-        path.write_text(f"#!/usr/bin/env bash\n{script}\n")
-        path.chmod(0o755)
-    return folder
-
-
-def lines(path):
-    return path.read_text(encoding="utf-8").split("\n")[:-1]
 
 
 @pytest.fixture(scope="module", params=EXAMPLES)

@@ -1,0 +1,100 @@
+"""The scripts of examples/, run as a user does, and what the tests of them share."""
+
+import gzip
+import importlib.util
+import io
+import itertools
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def start(example, script, *args, **environment):
+    # The tools of the Python that runs the tests, whichever environment it is in; none of Slurm's variables.
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return subprocess.Popen(
+        ["bash", str(ROOT / "examples" / example / script), *map(str, args)],
+        env={**inherited, "PATH": path, **{name: str(value) for name, value in environment.items()}},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        start_new_session=True,
+    )
+
+
+def run(*args, **environment):
+    process = start(*args, **environment)
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def output(*args, **environment):
+    """What a run prints which must succeed."""
+    done = run(*args, **environment)
+    assert done.returncode == 0, done.stderr + done.stdout[-2000:]
+    return done.stdout
+
+
+def mistake(*args, **environment):
+    """The one sentence that a run ends with which must fail."""
+    done = run(*args, **environment)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+def stub(folder, **scripts):
+    """A folder for MIXTAPE_VENV whose commands are shell scripts, `_` in their names standing for `-`."""
+    (folder / "bin").mkdir(parents=True)
+    for name, script in scripts.items():
+        path = folder / "bin" / name.replace("_", "-")
+        path.write_text(f"#!/usr/bin/env bash\n{script}\n")
+        path.chmod(0o755)
+    return folder
+
+
+def load_script(name):
+    """scripts/NAME.py as a module."""
+    folder = ROOT / "scripts"
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # as for a script that is run
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # by which other processes find it
+    spec.loader.exec_module(module)
+    return module
+
+
+def files(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def lines(path):
+    return path.read_text(encoding="utf-8").split("\n")[:-1]
+
+
+def write_archive(path, content, *more):
+    """A tar, gzipped but where its name ends in .tar, of files by name -> content, and further members."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w" if path.suffix == ".tar" else "w:gz") as archive:
+        for name, data in content.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+        for member in more:
+            archive.addfile(member)
+    return path
+
+
+def multi30k_lines(name, count=None):
+    """The first lines of a file of Multi30k, where MIXTAPE_DATA says it is; nothing elsewhere."""
+    if "MIXTAPE_DATA" not in os.environ:
+        return []
+    path = Path(os.environ["MIXTAPE_DATA"]) / "multi30k" / f"{name}.gz"
+    with gzip.open(path, "rt", encoding="utf-8", newline="\n") as file:
+        return [line.rstrip("\n") for line in itertools.islice(file, count)]
