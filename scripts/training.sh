@@ -78,15 +78,23 @@ commit() { # with "+" where files differ from it
 on_cpu() { [ -n "$smoke" ] || [[ " ${extra[*]-} " = *" --cpu "* ]]; }
 
 count_gpus() { # $gpus, where --gpus did not give it: those that fairseq will use
-  if [ -n "$gpus" ]; then
-    positive --gpus "$gpus"
+  local visible
+  [ -z "$gpus" ] || positive --gpus "$gpus"
+  if on_cpu; then
+    [ "${gpus:-1}" = 1 ] || die "--gpus is $gpus, and training on the CPU uses none"
+    gpus=1
     return
   fi
-  if on_cpu; then gpus=1; return; fi
-  gpus=$(python -c 'import torch; print(torch.cuda.device_count())') || die "torch is not installed; scripts/setup.sh sets up all that is needed"
-  # A step of Slurm: as many on each of its nodes.
-  [ -z "${SLURM_STEP_NODELIST-}" ] || gpus=$((gpus * ${SLURM_NNODES:-1}))
-  [ "$gpus" != 0 ] || { echo "train.sh: no GPU is visible, training on the CPU" >&2; gpus=1; }
+  visible=$(python -c 'import torch; print(torch.cuda.device_count())') || die "torch is not installed; scripts/setup.sh sets up all that is needed"
+  if [ -n "${SLURM_STEP_NODELIST-}" ]; then
+    gpus=${gpus:-$((visible * ${SLURM_NNODES:-1}))} # as many on each node of the step
+  else
+    [ "${gpus:-1}" -le $((visible > 0 ? visible : 1)) ] ||
+      die "--gpus is $gpus, more than the $visible that are visible; those of other nodes count under srun only"
+    gpus=${gpus:-$visible}
+  fi
+  [ "$visible" != 0 ] || echo "train.sh: no GPU is visible, training on the CPU" >&2
+  [ "$gpus" != 0 ] || gpus=1
 }
 
 # split_update TOKENS GPUS MOST: an update of TOKENS as GPUS times $update_freq times $max_tokens, with $max_tokens at most MOST and
@@ -105,13 +113,13 @@ sys.exit(torch.cuda.is_available() and torch.version.hip is None and torch.cuda.
     die "--bf16 is not for this GPU, which has no bfloat16; use fairseq-train's --fp16"
 }
 
-# costs PARAMETERS MULTIPLICATIONS UPDATES CHECKPOINTS: says what the training needs; the first two in millions, MULTIPLICATIONS a token
+# costs PARAMETERS MULTIPLICATIONS: says what the training needs; both in millions, MULTIPLICATIONS a token
 costs() {
-  [ "${SLURM_PROCID:-0}" = 0 ] || return 0
+  [ -z "$smoke" ] && [ "${SLURM_PROCID:-0}" = 0 ] || return 0
   local parent=$save
   until [ -d "$parent" ]; do parent=$(dirname "$parent"); done
-  # What is there from an earlier start is replaced in time.
-  awk -v parameters="$1" -v multiplications="$2" -v updates="$3" -v kept="$4" -v layer="$layer" \
+  # Of checkpoints there are checkpoint_last.pt and checkpoint_best.pt, too. What is there from an earlier start is replaced in time.
+  awk -v parameters="$1" -v multiplications="$2" -v updates="$updates" -v kept=$((kept + 2)) -v layer="$layer" \
     -v gpus="$gpus" -v max_tokens="$max_tokens" -v update_freq="$update_freq" -v save="$save" \
     -v bytes="$([ -n "$bf16" ] && echo 20 || echo 16)" \
     -v free="$(df -Pk "$parent" | awk 'NR == 2 { print $4 }')" \
@@ -135,17 +143,22 @@ costs() {
 
 # ------------------------------------------------------------------------------------ the two WMT examples' train.sh
 
-# wmt_options DATA "LAYER..." ARGUMENT...: as train_options, and $gpus, $update_freq, $max_tokens and flags of fairseq-train in $flags
+# wmt_options EXAMPLE DATA WIDTH UPDATES ARGUMENT...: as train_options, and $gpus, $update_freq, $max_tokens, $updates, how many of
+# them lie between checkpoints ($interval), of which the last are kept ($kept), and flags of fairseq-train in $flags
 wmt_options() {
-  local tokens=$((8 * 4096)) # 8 replicas, each with a batch of 4096
-  train_options "$@"
+  local example=$1 width=$(($3 / 32)) tokens=$((8 * 4096)) # 8 replicas, each with a batch of 4096
+  updates=$4 interval=2000 kept=10 flags=()
+  train_options "$2" "softmax mos moc mixtape" "${@:5}"
   seed=${seed:-1}
-  max_tokens=${max_tokens:-4096} flags=()
+  save=${save:-checkpoints/$example.$layer.seed$seed}
+  compgen -G "$data/dict.*.txt" >/dev/null || die "--data $data holds no binarized data; run prepare.sh first"
+  max_tokens=${max_tokens:-4096}
   positive --max-tokens "$max_tokens"
   if [ -n "$smoke" ]; then
     # The architecture's shape, some thousand times smaller, and a checkpoint an update.
-    tokens=1024 max_tokens=256
-    flags=(--cpu --num-workers 0 --encoder-layers 2 --encoder-attention-heads 4 --decoder-layers 2 --decoder-attention-heads 4)
+    tokens=1024 max_tokens=256 updates=10 interval=1 kept=3
+    flags=(--cpu --num-workers 0 --encoder-embed-dim $width --encoder-ffn-embed-dim $((4 * width)) --encoder-layers 2)
+    flags+=(--decoder-layers 2 --encoder-attention-heads 4 --decoder-attention-heads 4)
     flags+=(--gate-dim 8 --max-relative-position 4 --log-interval 1)
   fi
   count_gpus

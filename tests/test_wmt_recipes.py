@@ -23,6 +23,7 @@ from mixtape_plugin.analysis.benchmark import SHAPES, multiply_adds
 
 collect_results = load_script("collect_results")
 EXAMPLES = {"wmt14_en_de": "de", "wmt14_en_fr": "fr"}
+SMOKE = {"wmt14_en_de": ("softmax", "mixtape"), "wmt14_en_fr": ("moc", "mos")}  # trained; trained and evaluated
 WORDS = {
     "en": ["dog", "man", "wo@@ man", "T-shirt", "gui@@ tar", "street", "plays", "runs", "sees"],
     "de": ["Hund", "Mann", "Frau", "T-Shirt", "Gi@@ tarre", "Stra@@ ße", "spielt", "läuft", "sieht"],
@@ -66,7 +67,7 @@ def data(example, tmp_path_factory):
 @pytest.mark.slow
 def test_from_binarized_text_to_the_table(example, data, tmp_path, capsys):
     target = EXAMPLES[example]
-    for layer in ("softmax", "mixtape"):
+    for layer in SMOKE[example]:
         save = tmp_path / layer
         log = output(example, "train.sh", layer, "--smoke", "--data", data, "--save", save, "--seed", 3)
         assert (save / "train.log").read_text() == log
@@ -77,7 +78,8 @@ def test_from_binarized_text_to_the_table(example, data, tmp_path, capsys):
         assert model["decoder.layers.1.fc1.weight"].shape == (4 * width, width)
         assert ("decoder.output_projection.gate_embedding" in model) == (layer == "mixtape")
 
-    save = tmp_path / "mixtape"
+    first, last = SMOKE[example]
+    save = tmp_path / last
     printed = output(example, "evaluate.sh", save, "--data", data, "--last", 2, "--cpu")
     paths = sorted(save.glob("checkpoint_*_*.pt"), key=lambda path: int(path.stem.split("_")[2]))
     assert printed.startswith(f"{save}/average.pt: average of {paths[1].name}, {paths[2].name}\n")
@@ -92,17 +94,18 @@ def test_from_binarized_text_to_the_table(example, data, tmp_path, capsys):
     nll, ppl = re.fullmatch(r"test nll_loss ([\d.]+) \| ppl ([\d.]+)\n", perplexity).groups()
     assert float(nll) == pytest.approx(math.log2(types), abs=0.8)
 
-    collect_results.main([str(tmp_path / "softmax"), str(save), "--csv", str(tmp_path / "results.csv")])
+    collect_results.main([str(tmp_path / first), str(save), "--csv", str(tmp_path / "results.csv")])
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[:4]]
-    softmax, mixtape = (dict(zip(table[0], row)) for row in table[2:])
-    assert [row["layer"] for row in (softmax, mixtape)] == ["softmax", "mixtape-4"]
-    for row in (softmax, mixtape):
+    trained, evaluated = (dict(zip(table[0], row)) for row in table[2:])
+    names = {"softmax": "softmax", "mos": "mos-9", "moc": "moc-9", "mixtape": "mixtape-4"}
+    assert [row["layer"] for row in (trained, evaluated)] == [names[first], names[last]]
+    for row in (trained, evaluated):
         assert (row["seed"], row["updates"], row["ended"]) == ("3", "10", "yes")
-    assert (mixtape["test ppl"], softmax["test ppl"], softmax["BLEU 13a"]) == (ppl, "not run", "not run")
-    assert mixtape["BLEU 13a"] == f"{scores['BLEU 13a']['score']:.2f}"
-    (row,) = [row for row in csv.DictReader(open(tmp_path / "results.csv")) if row["training"] == "mixtape"]
+    assert (evaluated["test ppl"], trained["test ppl"], trained["BLEU 13a"]) == (ppl, "not run", "not run")
+    assert evaluated["BLEU 13a"] == f"{scores['BLEU 13a']['score']:.2f}"
+    (row,) = [row for row in csv.DictReader(open(tmp_path / "results.csv")) if row["training"] == last]
     assert float(row["chrF"]) == scores["chrF"]["score"] and row["chrF signature"] == scores["chrF"]["signature"]
-    assert row["command"].startswith(f"examples/{example}/train.sh mixtape --smoke ")
+    assert row["command"].startswith(f"examples/{example}/train.sh {last} --smoke ")
 
 
 # --------------------------------------------------------------------------------------------- flags of train.sh
@@ -119,8 +122,13 @@ def no_data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def printing(tmp_path_factory):
-    """A fairseq-train that prints its arguments, one a line."""
-    return stub(tmp_path_factory.mktemp("printing") / "venv", fairseq_train='printf "%s\\n" "$@"')
+    """A fairseq-train that prints its arguments, one a line, and a python that sees $GPUs of them, 8 unless told."""
+    train = 'printf "%s\\n" "$@"'
+    return stub(
+        tmp_path_factory.mktemp("printing") / "venv",
+        fairseq_train=train,
+        python='[[ $* != *device_count* ]] || echo "${GPUs-8}"',
+    )
 
 
 def flags_of(example, no_data, venv, save, *args, **environment):
@@ -171,29 +179,45 @@ def test_flags_are_the_papers(example, layer, no_data, printing, tmp_path):
 
 
 def test_later_flags_win_and_batches_fit_the_gpus(example, no_data, printing, tmp_path):
-    flags = ["--gpus", 2, "--max-tokens", 2048, "--lr", "1e-4", "--cpu", "--bf16"]
+    flags = ["--gpus", 2, "--max-tokens", 2048, "--lr", "1e-4", "--bf16"]
     args, said = flags_of(example, no_data, printing, tmp_path / "save", "mos", *flags)
     assert (args.max_tokens, args.update_freq, args.distributed_world_size) == (2048, [8], 2)
     assert args.lr == [1e-4] and args.bf16 and "on 2 GPUs 2048 at once, 8 times an update" in said
 
 
 def test_gpus_are_those_that_are_visible(no_data, printing, tmp_path):
-    venv = shutil.copytree(printing, tmp_path / "venv")
-    stub(tmp_path / "gpus", python="echo 4")
-    shutil.copy(tmp_path / "gpus" / "bin" / "python", venv / "bin")
     example, save = "wmt14_en_de", tmp_path / "save"
-    args, _ = flags_of(example, no_data, venv, save, "mixtape")
+    args, _ = flags_of(example, no_data, printing, save, "mixtape", GPUs=4)
     assert (args.distributed_world_size, args.max_tokens, args.update_freq) == (4, 4096, [2])
-    args, _ = flags_of(example, no_data, venv, save, "mixtape", "--cpu")
+    args, _ = flags_of(example, no_data, printing, save, "mixtape", "--gpus", 4, GPUs=4)
+    assert args.distributed_world_size == 4
+    args, _ = flags_of(example, no_data, printing, save, "mixtape", "--cpu", GPUs=4)
     assert (args.distributed_world_size, args.max_tokens, args.update_freq) == (1, 4096, [8])
-    (venv / "bin" / "python").write_text("#!/usr/bin/env bash\necho 0\n")
-    args, said = flags_of(example, no_data, venv, save, "mixtape")
-    assert args.distributed_world_size == 1 and "train.sh: no GPU is visible, training on the CPU\n" in said
+    for flags in ([], ["--gpus", 1]):
+        args, said = flags_of(example, no_data, printing, save, "mixtape", *flags, GPUs=0)
+        assert args.distributed_world_size == 1 and "train.sh: no GPU is visible, training on the CPU\n" in said
+
+
+def test_more_gpus_than_are_visible(no_data, printing, tmp_path):
+    """Before fairseq-train fails an assertion; but under srun, other nodes have some, too."""
+    example, flags = "wmt14_en_de", ["mixtape", "--gpus", 8]
+    save = tmp_path / "save"
+    for visible in (0, 7):
+        message = f"train.sh: --gpus is 8, more than the {visible} that are visible; those of other nodes count "
+        args = [example, "train.sh", *flags, "--data", no_data, "--save", save]
+        assert mistake(*args, MIXTAPE_VENV=printing, GPUs=visible) == message + "under srun only"
+        for cpu in ("--cpu", "--smoke"):
+            message = "train.sh: --gpus is 8, and training on the CPU uses none"
+            assert mistake(*args, cpu, MIXTAPE_VENV=printing, GPUs=visible) == message
+    assert not save.exists()
+    slurm = {"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_NNODES": 2, "SLURM_PROCID": 0}
+    args, _ = flags_of(example, no_data, printing, save, *flags, GPUs=4, **slurm)
+    assert (args.distributed_world_size, args.max_tokens, args.update_freq) == (8, 4096, [1])
 
 
 def test_bf16_only_where_the_gpu_has_it(no_data, printing, tmp_path):
     venv = shutil.copytree(printing, tmp_path / "venv")
-    stub(tmp_path / "gpu", python="exit $OLD")  # the answer to whether the GPU is too old
+    stub(tmp_path / "gpu", python="[[ $* = *device_count* ]] && echo 1 || exit $OLD")  # is the GPU too old?
     shutil.copy(tmp_path / "gpu" / "bin" / "python", venv / "bin")
     flags = ["mixtape", "--gpus", 1, "--bf16", "--data", no_data, "--save", tmp_path / "save"]
     message = "train.sh: --bf16 is not for this GPU, which has no bfloat16; use fairseq-train's --fp16"
@@ -207,9 +231,7 @@ def test_slurm(tasks_per_node, no_data, printing, tmp_path, monkeypatch):
     """As the second node's first task sees it; fairseq's own launcher makes of it 16 processes, and who is who."""
     venv = shutil.copytree(printing, tmp_path / "venv")
     hosts = '[ "$*" = "show hostnames node[1-2]" ] && printf "node1\\nnode2\\n"'
-    stub(tmp_path / "gpus", python="echo 8", scontrol=hosts)
-    for path in (tmp_path / "gpus" / "bin").iterdir():
-        shutil.copy(path, venv / "bin")
+    shutil.copy(stub(tmp_path / "slurm", scontrol=hosts) / "bin" / "scontrol", venv / "bin")
     slurm = {"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_NNODES": 2, "SLURM_NTASKS_PER_NODE": tasks_per_node}
     slurm.update({"SLURM_NODEID": 1, "SLURM_PROCID": tasks_per_node, "SLURM_LOCALID": 0})
     save = tmp_path / "save"
@@ -289,14 +311,14 @@ def test_commands_of_evaluation(example, model, bpe, tmp_path):
 # ------------------------------------------------------------------------------------------------------- mistakes
 
 
-def test_mistakes(example, no_data, tmp_path):
+def test_mistakes(example, no_data, printing, tmp_path):
     target = EXAMPLES[example]
     assert mistake(example, "train.sh", "plif").startswith(
         "train.sh: the output layer is 'plif', allowed are softmax, mos, moc and mixtape; "
     )
     empty = tmp_path / "empty"
     empty.mkdir()
-    flags = ["train.sh", "mos", "--save", tmp_path / "save", "--cpu"]
+    flags = ["train.sh", "mos", "--save", tmp_path / "save"]
     message = f"train.sh: --data {empty} holds no binarized data; run prepare.sh first"
     assert mistake(example, *flags, "--data", empty) == message
     flags += ["--data", no_data]
@@ -304,7 +326,8 @@ def test_mistakes(example, no_data, tmp_path):
     assert mistake(example, *flags, "--gpus", 0) == message
     message = "train.sh: --max-tokens is 'x', allowed is a positive whole number"
     assert mistake(example, *flags, "--max-tokens", "x") == message
-    assert mistake(example, *flags, "--gpus", 40_000).startswith("train.sh: --gpus is 40000, more than ")
+    message = "train.sh: --gpus is 40000, more than an update has tokens, 32768"
+    assert mistake(example, *flags, "--gpus", 40_000, MIXTAPE_VENV=printing, GPUs=50_000) == message
     assert mistake(example, *flags, "--save") == "train.sh: --save needs a value; see train.sh --help"
     assert not (tmp_path / "save").exists()
 

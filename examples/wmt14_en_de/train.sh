@@ -14,21 +14,14 @@ usage="usage: train.sh softmax|mos|moc|mixtape [--gpus N] [--max-tokens N] [--bf
 root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/scripts/training.sh"
 
-wmt_options data-bin/wmt16_en_de "softmax mos moc mixtape" "$@"
-save=${save:-checkpoints/wmt14_en_de.$layer.seed$seed}
-compgen -G "$data/dict.*.txt" >/dev/null || die "--data $data holds no binarized data; run prepare.sh first"
+wmt_options wmt14_en_de data-bin/wmt16_en_de 1024 300000 "$@"
 case $layer in # in millions: parameters, and multiplications a token, of which MoS has K in its output layer
   softmax) millions=(209 209) ;;
   mos) millions=(219 481) ;;
   moc) millions=(219 219) ;;
   mixtape) millions=(215 266) ;;
 esac
-updates=300000 interval=2000 kept=10
-if [ -n "$smoke" ]; then
-  updates=10 interval=1 kept=3 flags+=(--encoder-embed-dim 32 --encoder-ffn-embed-dim 128)
-else
-  costs "${millions[@]}" $updates $((kept + 2)) # checkpoint_last.pt and checkpoint_best.pt, too
-fi
+costs "${millions[@]}"
 
 # The architecture has the paper's sizes, dropouts and relative positions, and 9 components for MoS and MoC, 4 for Mixtape.
 # Learning rate: the paper's constant 2.5, divided by the root of width times warm-up: 2.5 / sqrt(1024 * 16000).

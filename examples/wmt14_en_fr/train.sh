@@ -14,21 +14,14 @@ usage="usage: train.sh softmax|mos|moc|mixtape [--gpus N] [--max-tokens N] [--bf
 root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/scripts/training.sh"
 
-wmt_options data-bin/wmt14_en_fr "softmax mos moc mixtape" "$@"
-save=${save:-checkpoints/wmt14_en_fr.$layer.seed$seed}
-compgen -G "$data/dict.*.txt" >/dev/null || die "--data $data holds no binarized data; run prepare.sh first"
+wmt_options wmt14_en_fr data-bin/wmt14_en_fr 2048 1200000 "$@"
 case $layer in # in millions: parameters, and multiplications a token, of which MoS has K in its output layer
   softmax) millions=(771 771) ;;
   mos) millions=(809 1333) ;;
   moc) millions=(809 809) ;;
   mixtape) millions=(789 889) ;;
 esac
-updates=1200000 interval=2000 kept=10
-if [ -n "$smoke" ]; then
-  updates=10 interval=1 kept=3 flags+=(--encoder-embed-dim 64 --encoder-ffn-embed-dim 256)
-else
-  costs "${millions[@]}" $updates $((kept + 2)) # checkpoint_last.pt and checkpoint_best.pt, too
-fi
+costs "${millions[@]}"
 
 # The architecture has the paper's sizes, dropouts and relative positions, and 9 components for MoS and MoC, 4 for Mixtape.
 # Learning rate: the paper's constant 2.0, divided by the root of width times warm-up: 2.0 / sqrt(2048 * 16000).
