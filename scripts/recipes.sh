@@ -40,10 +40,11 @@ begin() { # begin OUT SETTINGS: the folder $text for the text, which remembers h
   command -v fairseq-preprocess >/dev/null || die "fairseq-preprocess is not installed; scripts/setup.sh sets up all that is needed"
   text=$1/text
   mkdir -p "$text"
-  [ -f "$text/settings" ] || echo "$2" >"$text/settings"
+  [ -f "$text/settings" ] || { echo "$2" >"$text/settings.part" && mv "$text/settings.part" "$text/settings"; }
   [ "$(cat "$text/settings")" = "$2" ] ||
     die "$1 was prepared with other settings ($(cat "$text/settings")); choose another --out or remove it"
 }
+last_words() { "$@" 2>&1 | tail -n 1; } # last_words COMMAND...: the last line of what it says, which needs no disk
 checksum() { # checksum md5|sha256 FILE
   python -c 'import hashlib, sys
 digest = hashlib.new(sys.argv[1])
@@ -67,7 +68,10 @@ fetch() { # fetch FILE "URL..." TEST...: from the first URL that works; FILE app
     fi
     if [ -f "$file.part" ] && "$@" "$file.part"; then mv "$file.part" "$file"; return; fi
     # Whole as the server sees it (0; 33, 36 and HTTP's 416: nothing left to ask for), and yet wrong: start afresh.
-    case $status.$code in 0.* | 33.* | 36.* | 22.416) rm -f "$file.part" ;; esac
+    case $status.$code in
+      0.* | 33.* | 36.* | 22.416) rm -f "$file.part" ;;
+      23.*) die "$file.part cannot be written, the disk is full perhaps; what is there is kept, and running it again goes on" ;;
+    esac
   done
   die "${urls// / and } could not be downloaded whole; run it again, or give a local copy as --from"
 }

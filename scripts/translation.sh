@@ -44,7 +44,10 @@ archive() { # archive PATH NAME...: $archive, which is whole, holds the files NA
   fi
   sum=$(checksum sha256 "$archive")
   pinned=$([ ! -f "$text/checksums" ] || awk -v name="$name" '$2 == name { print $1 }' "$text/checksums")
-  [ -n "$pinned" ] || echo "$sum  $name" >>"$text/checksums"
+  if [ -z "$pinned" ]; then
+    { [ ! -f "$text/checksums" ] || cat "$text/checksums"; echo "$sum  $name"; } >"$text/checksums.part"
+    mv "$text/checksums.part" "$text/checksums"
+  fi
   [ "${pinned:-$sum}" = "$sum" ] || die "$archive is not the file that $out was begun with; remove $out to begin again"
 }
 from_archives() { # from_archives SPLIT "PATH NAME NAME"...: $text/raw.SPLIT.{en,$target} out of files of archives
@@ -77,7 +80,9 @@ subwords() { # subwords [--clean]: from $text/raw.* to binarized data
     both "tok.$split" && continue
     echo "prepare.sh: $text/tok.$split" >&2
     if [ "$split $*" = "train --clean" ]; then
-      parallel tokenize "$text/raw.$split" "$text/tok.$split" en "$target" --workers "$workers" --clean | tee "$text/cleaned" >&2
+      parallel tokenize "$text/raw.$split" "$text/tok.$split" en "$target" --workers "$workers" --clean >"$text/cleaned.part"
+      mv "$text/cleaned.part" "$text/cleaned"
+      cat "$text/cleaned" >&2
     else
       parallel tokenize "$text/raw.$split" "$text/tok.$split" en "$target" --workers "$workers"
     fi
@@ -89,7 +94,8 @@ subwords() { # subwords [--clean]: from $text/raw.* to binarized data
   case $bpe in
     subword-nmt)
       model=$text/codes
-      make "$model" subword-nmt learn-bpe --symbols "$merges" --dict-input --input "$text/words" ;;
+      make "$model" subword-nmt learn-bpe --symbols "$merges" --dict-input --input "$text/words" ||
+        die "subword-nmt could not make $model, see above; running it again goes on" ;;
     sentencepiece)
       model=$text/spm.model
       [ -f "$model" ] || echo "prepare.sh: $model" >&2
@@ -107,10 +113,13 @@ subwords() { # subwords [--clean]: from $text/raw.* to binarized data
 
   # One dictionary. fairseq orders it by frequency over both languages, as Mixtape's gate sharing needs: its first half
   # gets gates of its own. No padding: every symbol of the vocabulary is one of the text.
+  local said
   if [ ! -f "$out/dict.$target.txt" ]; then
+    echo "prepare.sh: $out/binarizing" >&2
     rm -rf "$out/binarizing"
-    fairseq-preprocess --source-lang en --target-lang "$target" --joined-dictionary --padding-factor 1 --workers "$workers" \
-      --trainpref "$text/bpe.train" --validpref "$text/bpe.valid" --testpref "$text/bpe.test" --destdir "$out/binarizing"
+    said=$(last_words fairseq-preprocess --source-lang en --target-lang "$target" --joined-dictionary --padding-factor 1 \
+      --trainpref "$text/bpe.train" --validpref "$text/bpe.valid" --testpref "$text/bpe.test" --workers "$workers" \
+      --destdir "$out/binarizing") || die "fairseq-preprocess failed: $said; running it again goes on from $text"
     mv "$out"/binarizing/{train,valid,test}.* "$out/binarizing/dict.en.txt" "$out/"
     mv "$out/binarizing/dict.$target.txt" "$out/" # last: fairseq-train takes no data without it
     rm -r "$out/binarizing"

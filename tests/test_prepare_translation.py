@@ -8,11 +8,13 @@ import random
 import re
 import shutil
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import sacremoses
-from recipes import files, lines, load_script, mistake, multi30k_lines, output, run, start, write_archive
+from recipes import files, lines, load_script, mistake, multi30k_lines, output, run, start, stub, write_archive
 from subword_nmt import apply_bpe, learn_bpe
 
 WORDS = {
@@ -239,26 +241,60 @@ def wait_for_stage(process, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["tok.train.de", "codes"])
-def test_full_disk(en_de, archives, tmp_path, stage):
-    """ENOSPC while a file is written: said, nothing lost, and the next run goes on."""
+def test_full_disk(en_de, archives, tmp_path):
+    """ENOSPC while a file is written, at one stage after the other: said, nothing lost, and the next run goes on."""
     out = shutil.copytree(en_de[0], tmp_path / "en_de")
-    args = ["wmt14_en_de", "prepare.sh", "--from", archives, "--out", out, "--merges", 60, "--workers", 2]
+    text, args = out / "text", ["wmt14_en_de", "prepare.sh", "--from", archives, "--out", out, "--merges", 60]
     before = files(out)
-    for path in (out / "text").glob("*"):  # the stage and what comes after it
-        order = ["raw", "tok", "words", "codes", "bpe"]
-        name, first = path.name.split(".")[0], stage.split(".")[0]
-        if name in order and order.index(name) >= order.index(first):
+    for path in [*out.glob("*.*"), *text.glob("*")]:
+        if path.name.split(".")[0] not in ("raw", "settings", "checksums"):
             path.unlink()
-    (out / "text" / f"{stage}.part").symlink_to("/dev/full")
-    done = run(*args)
-    assert done.returncode != 0 and "No space left on device" in done.stderr and not (out / "text" / stage).exists()
-    part = out / "text" / f"{stage}.part"
-    if part.is_symlink():
-        part.unlink()
-    done = run(*args)
-    assert done.returncode == 0, done.stderr
+    for stage, said in (
+        ("tok.train.de", f"prepare_parallel.py: [Errno 28] No space left on device: '{text}'"),
+        ("words", f"prepare_parallel.py: [Errno 28] No space left on device: '{text}'"),
+        ("codes", f"prepare.sh: subword-nmt could not make {text}/codes, see above; running it again goes on"),
+    ):
+        there = files(out)
+        (text / f"{stage}.part").symlink_to("/dev/full")
+        done = run(*args, "--workers", 2)
+        assert done.returncode == 1 and done.stderr.splitlines()[-1] == said
+        assert "No space left on device" in done.stderr and not (text / stage).exists()
+        assert {path: there[path] for path in there if not path.endswith(".part")}.items() <= files(out).items()
+        (text / f"{stage}.part").unlink(missing_ok=True)
+
+    tool = Path(sys.executable).parent / "fairseq-preprocess"
+    full = 'for folder; do :; done; mkdir "$folder"; ln -s /dev/full "$folder/train.en-de.de.bin"'
+    venv = stub(tmp_path / "venv", fairseq_preprocess=f'{full}; exec {tool} "$@"')
+    message = "prepare.sh: fairseq-preprocess failed: OSError: [Errno 28] No space left on device; "
+    assert mistake(*args, MIXTAPE_VENV=venv) == message + f"running it again goes on from {text}"
+    assert not list(out.glob("dict.*"))
+
+    output(*args)
     assert files(out) == before
+
+
+@needs_curl
+def test_full_disk_while_downloading(archives, tmp_path):
+    """And then the download goes on with what it has, until the next archive, which is not there."""
+    server, text = tmp_path / "server", tmp_path / "out" / "text"
+    whole = (archives / EUROPARL).read_bytes()
+    (server / EUROPARL).parent.mkdir(parents=True)
+    (server / EUROPARL).write_bytes(whole)
+    text.mkdir(parents=True)
+    part = text / f"{Path(EUROPARL).name}.part"
+    part.symlink_to("/dev/full")
+    args = ["wmt14_en_de", "prepare.sh", "--out", tmp_path / "out"]
+    message = f"prepare.sh: {part} cannot be written, the disk is full perhaps; what is there is kept, and running it "
+    assert mistake(*args, WMT_URL=server.as_uri()) == message + "again goes on"
+    part.unlink()
+    part.write_bytes(whole[:500])
+    message = f"prepare.sh: {(server / COMMON_CRAWL).as_uri()} could not be downloaded whole; "
+    assert mistake(*args, WMT_URL=server.as_uri()).startswith(message)
+    assert part.with_suffix("").read_bytes() == whole
+
+    (text / "settings").unlink()  # which tell how the text was begun, and must not be there by half
+    (text / "settings.part").symlink_to("/dev/full")
+    assert run(*args, WMT_URL=server.as_uri()).returncode == 1 and not (text / "settings").exists()
 
 
 @needs_curl
