@@ -17,8 +17,10 @@ characters in all, and neither has more than 1.5 times the tokens of the other.
 
 import argparse
 import contextlib
+import errno
 import gzip
 import hashlib
+import heapq
 import itertools
 import multiprocessing
 import os
@@ -37,7 +39,7 @@ from tqdm import tqdm
 MAX_TOKENS, MAX_TOKEN_LENGTH, MAX_LINE_LENGTH, MAX_RATIO = 250, 1000, 10_000, 1.5
 CHUNK = 2000  # lines a process gets at once
 MAX_CACHED_WORDS = 500_000  # a process, which bounds its memory
-MAX_COUNTED_WORDS = 8_000_000  # words counted at once: over it, those seen once so far are forgotten
+MAX_COUNTED_WORDS = 8_000_000  # words counted at once: over it, those seen once so far are forgotten, then twice, …
 MAX_LEARNED_WORDS = 1_000_000  # the most frequent ones, of which BPE is learned
 # What some tool downstream would take for the end of a line, and others would not.
 LINE_ENDS = re.compile("[\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
@@ -55,6 +57,10 @@ def whole_files(*paths):
             yield [stack.enter_context(open(part, "wb")) for part in parts]
         for part, path in zip(parts, paths):
             os.replace(part, path)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise OSError(error.errno, error.strerror, os.path.dirname(parts[0]) or ".") from None  # which it does not tell
     finally:
         for part in parts:
             if os.path.lexists(part):
@@ -281,10 +287,10 @@ def tokenize_files(source, target, languages, clean, workers):
                 file.write(text)
         if not counts["kept"]:
             raise ValueError(f"of {inputs[0]} and {inputs[1]} no pair of sentences is left")
-    if clean:
-        reasons = ("empty", "too long", "lengths too different", "not UTF-8")
-        dropped = ", ".join(f"{fate} {counts[fate]}" for fate in reasons)
-        print(f"pairs kept: {counts['kept']} of {sum(counts.values())}; dropped: {dropped}")
+        if clean:
+            reasons = ("empty", "too long", "lengths too different", "not UTF-8")
+            dropped = ", ".join(f"{fate} {counts[fate]}" for fate in reasons)
+            print(f"pairs kept: {counts['kept']} of {sum(counts.values())}; dropped: {dropped}", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------- subwords
@@ -296,13 +302,15 @@ def count_chunk(chunk):
 
 def count_words(paths, output, workers):
     """Writes "word count" lines, the most frequent first, of the files together."""
-    counts = Counter()
+    counts, rare = Counter(), 0
     for path in paths:
         for more in in_order(count_chunk, chunks_of(path), workers, len, ()):
             counts.update(more)
             if len(counts) > MAX_COUNTED_WORDS:
-                counts = Counter({word: count for word, count in counts.items() if count > 1})
-    words = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:MAX_LEARNED_WORDS]
+                rare += 1
+                for word in [word for word, count in counts.items() if count <= rare]:
+                    del counts[word]
+    words = heapq.nsmallest(MAX_LEARNED_WORDS, counts.items(), key=lambda item: (-item[1], item[0]))
     with whole_files(output) as (file,):
         file.writelines(f"{word} {count}\n".encode("utf-8") for word, count in words)
 
