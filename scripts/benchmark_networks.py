@@ -24,7 +24,6 @@ fits.
 
 import argparse
 import logging
-import os
 import re
 import sys
 from pathlib import Path
@@ -33,22 +32,21 @@ from tqdm import tqdm
 
 if __name__ == "__main__":  # before fairseq is imported, which sets a level that floods the terminal
     logging.basicConfig(level=logging.WARNING)
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmark_output_layers import (  # noqa: E402
+from mixtape_plugin.analysis.benchmark import Setting, variants  # noqa: E402
+from mixtape_plugin.analysis.benchmark_command import (  # noqa: E402
     add_common_options,
     at_least,
     check_common_options,
+    markdown_table,
     milliseconds,
     number,
     provenance,
     settings_of_memory,
     write_outputs,
 )
-
-from mixtape_plugin.analysis.benchmark import Setting, variants  # noqa: E402
-from mixtape_plugin.analysis.files import write_csv, write_whole  # noqa: E402
+from mixtape_plugin.analysis.files import write_whole  # noqa: E402
 from mixtape_plugin.analysis.network_benchmark import (  # noqa: E402
     COLUMNS,
     SHAPES,
@@ -128,32 +126,24 @@ def parse(argv):
     return args
 
 
+def cells(row) -> list:
+    cells = [row["shape"], row["layer"], row["impl"], "{embed_dim} / {hidden_sizes}".format(**row)]
+    cells += [number(row["parameters"], ","), number(row["memory_budget_gb"], "g")]
+    cells += [f"{at_least(row, 'batch_size')}×{row['segment_length']}", milliseconds(row)]
+    cells += [number(row["tokens_per_second"], ",.0f")]
+    cells += [number(row[name], ".2f") for name in ("time_ratio", "paper_ratio", "mos_paper_ratio")]
+    cells += [number(row["output_ms_median"], ".1f")]
+    cells += [number(row[name], ".2f") for name in ("output_time_ratio", "paper_output_ratio")]
+    cells += [number(row[name], ".0%") for name in ("output_share", "paper_output_share")]
+    return [*cells, number(row["peak_memory_mb"], ",.0f")]
+
+
 def markdown(rows, facts) -> str:
     """The rows as a table."""
-    lines = [
-        ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items()),
-        "",
-        "| shape | layer | impl | E / hidden | parameters | budget, GB | B×T | ms a step, median (min–max) | tokens/s "
-        "| ratio | paper | MoS paper | output layer, ms | ratio | paper | its share | paper | memory, MB |",
-        "| --- | --- | --- | --- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
-    ]
-    for row in rows:
-        cells = [row["shape"], row["layer"], row["impl"], "{embed_dim} / {hidden_sizes}".format(**row)]
-        cells += [number(row["parameters"], ","), number(row["memory_budget_gb"], "g")]
-        cells += [f"{at_least(row, 'batch_size')}×{row['segment_length']}", milliseconds(row)]
-        cells += [number(row["tokens_per_second"], ",.0f")]
-        cells += [number(row[name], ".2f") for name in ("time_ratio", "paper_ratio", "mos_paper_ratio")]
-        cells += [number(row["output_ms_median"], ".1f")]
-        cells += [number(row[name], ".2f") for name in ("output_time_ratio", "paper_output_ratio")]
-        cells += [number(row[name], ".0%") for name in ("output_share", "paper_output_share")]
-        cells += [number(row["peak_memory_mb"], ",.0f")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def write_rows(path: str, rows, facts) -> None:
-    """One line for each row, with the facts of the run."""
-    write_csv(path, [*COLUMNS, *facts], ({**row, **facts} for row in rows))
+    names = ["shape", "layer", "impl", "E / hidden", "parameters", "budget, GB", "B×T", "ms a step, median (min–max)"]
+    names += ["tokens/s", "ratio", "paper", "MoS paper", "output layer, ms", "ratio", "paper", "its share", "paper"]
+    names += ["memory, MB"]
+    return markdown_table(facts, names, 4, map(cells, rows))
 
 
 def draw(path: str, rows, facts) -> None:
@@ -196,11 +186,8 @@ def main(argv=None):
         args = parse(argv)
     except UserError as error:
         sys.exit(f"benchmark_networks.py: {error}")
-    # for the processes that memory is measured in
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    facts = provenance(argparse.Namespace(**vars(args), dtype="float32", noise=True))
-    del facts["label_smoothing"]  # a column: it differs between shapes
-    facts["sizes"] = args.sizes
+    # label smoothing is a column: it differs between shapes
+    facts = {**provenance(args, dtype="float32", noise=True), "sizes": args.sizes}
     setting = Setting(args.device, "float32", args.threads, noise=True)
     limit, budgets = settings_of_memory(args)
     chosen = {shape: variants(shape.layers, args.impls) for shape in args.shapes}
@@ -212,7 +199,7 @@ def main(argv=None):
             for budget in budgets:
                 rows += benchmark(shape, layers, setting, args.rounds, args.sizes, limit, budget, bar.update)
     print(markdown(rows, facts))
-    write_outputs("benchmark_networks.py", (("--out", args.out, write_rows), ("--plot", args.plot, draw)), rows, facts)
+    write_outputs("benchmark_networks.py", args, COLUMNS, rows, facts, draw)
 
 
 if __name__ == "__main__":

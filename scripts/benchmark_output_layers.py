@@ -23,21 +23,14 @@ chunks, here as in a training.
 """
 
 import argparse
-import datetime
-import importlib.metadata
 import logging
-import os
-import platform
-import subprocess
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # before fairseq is imported, which sets a level that floods the terminal
     logging.basicConfig(level=logging.WARNING)
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from mixtape_plugin.analysis.benchmark import (  # noqa: E402
@@ -49,7 +42,6 @@ from mixtape_plugin.analysis.benchmark import (  # noqa: E402
     SWEEP_SHAPE,
     SWEEP_VOCAB_SIZES,
     TINY,
-    Budget,
     Setting,
     Shape,
     benchmark,
@@ -60,8 +52,18 @@ from mixtape_plugin.analysis.benchmark import (  # noqa: E402
     turns,
     variants,
 )
-from mixtape_plugin.analysis.files import write_csv, write_whole  # noqa: E402
-from mixtape_plugin.analysis.measuring import available_memory  # noqa: E402
+from mixtape_plugin.analysis.benchmark_command import (  # noqa: E402
+    add_common_options,
+    at_least,
+    check_common_options,
+    markdown_table,
+    milliseconds,
+    number,
+    provenance,
+    settings_of_memory,
+    write_outputs,
+)
+from mixtape_plugin.analysis.files import write_whole  # noqa: E402
 from mixtape_plugin.errors import UserError  # noqa: E402
 from mixtape_plugin.output_layers import OUTPUT_IMPLS  # noqa: E402
 
@@ -87,61 +89,6 @@ def layer_name(text: str) -> str:
     if kind not in LAYERS or (kind == "softmax" and k is not None):
         raise UserError(f"--layers {text} is not allowed: {', '.join(LAYERS)}; all but softmax may end in -K as mos-15")
     return text
-
-
-def add_common_options(parser, impls) -> None:
-    """What this script and benchmark_networks.py have in common."""
-    parser.add_argument(
-        "--impls",
-        nargs="+",
-        choices=impls,
-        metavar="IMPL",
-        help=f"of {', '.join(impls)}; softmax always runs eager; default: eager, fused, and others where installed",
-    )
-    parser.add_argument("--label-smoothing", type=float, metavar="E", help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="after the warm-up; default: %(default)s")
-    parser.add_argument("--threads", type=int, metavar="N", help="of the CPU; default: what torch would use")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--memory-limit", type=float, metavar="GB", help="skip what needs more; default: what is free")
-    parser.add_argument("--memory-budget", type=float, metavar="GB", help="also compare at the largest batch that fits")
-    parser.add_argument(
-        "--largest-batch",
-        type=int,
-        default=16,
-        metavar="N",
-        help="end the search for that batch at N times the batch of the shape; default: %(default)s",
-    )
-    parser.add_argument("--out", metavar="FILE", help="also write the table as CSV")
-
-
-def check_common_options(args) -> None:
-    """Raises UserError for the first that is not allowed, and fills in the defaults that depend on the machine."""
-    args.threads = torch.get_num_threads() if args.threads is None else args.threads
-    least = {"rounds": 1, "threads": 1, "memory_limit": 0, "largest_batch": 1}
-    least.update({"tokens": TINY + 1, "batch_size": 1, "segment_length": 1})
-    for name, smallest in least.items():
-        value = getattr(args, name, None)
-        if value is not None and not value >= smallest:
-            raise UserError(f"--{name.replace('_', '-')} {value} is not allowed: at least {smallest}")
-    if args.label_smoothing is not None and not 0 <= args.label_smoothing < 1:
-        raise UserError(f"--label-smoothing {args.label_smoothing} is not allowed: from 0 to less than 1")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda is not allowed here: torch finds no GPU")
-    free = available_memory(args.device) / 1e9
-    if args.memory_budget is not None and not 0 < args.memory_budget <= free:
-        raise UserError(f"--memory-budget {args.memory_budget} is not allowed: more than 0 and at most {free:.3g}")
-    for option, path in (("--out", args.out), ("--plot", args.plot)):
-        if path and not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
-            raise UserError(f"{option} {path} cannot be written: its folder is missing or read-only")
-    if args.plot and Path(args.plot).suffix not in (".png", ".pdf", ".svg"):
-        raise UserError(f"--plot {args.plot} is not allowed: a name that ends in .png, .pdf or .svg")
-
-
-def settings_of_memory(args) -> tuple:
-    """Bytes of --memory-limit, and the budgets to run at: none, which is one batch size, and --memory-budget."""
-    limit = None if args.memory_limit is None else args.memory_limit * 1e9
-    budget = None if args.memory_budget is None else Budget(args.memory_budget * 1e9, args.largest_batch)
-    return limit, [None, budget] if budget else [None]
 
 
 def parse(argv):
@@ -210,92 +157,20 @@ def parse(argv):
     return args
 
 
-def cpu_model() -> str:
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":")[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def commit() -> str:
-    """The git commit of this checkout, `dirty` where the code differs from it."""
-    if not (ROOT / ".git").exists():
-        return "unknown"
-    git = ["git", "-C", str(ROOT)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        code = [*git, "status", "--porcelain", "--", "mixtape_plugin", "scripts"]
-        changed = subprocess.run(code, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head + (" dirty" if changed else "")
-
-
-def plugin_version() -> str:
-    try:
-        return importlib.metadata.version("mixtape_plugin")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def provenance(args) -> dict:
-    """What the numbers depend on besides the layers: columns of the CSV, and the line above the table."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "machine": torch.cuda.get_device_name() if args.device == "cuda" else cpu_model(),
-        "cores": cores,
-        "threads": args.threads,
-        "load_before": round(os.getloadavg()[0], 2),
-        "dtype": args.dtype,
-        "noise": args.noise,
-        "label_smoothing": args.label_smoothing,
-        "rounds": args.rounds,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "plugin": plugin_version(),
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
-def number(value, form: str) -> str:
-    return "–" if value is None else format(value, form)
-
-
-def milliseconds(row) -> str:
-    return row["skipped"] or "{ms_median:.1f} ({ms_min:.1f}–{ms_max:.1f})".format(**row)
-
-
-def at_least(row, column: str) -> str:
-    """The batch of a row; where more fits into its budget, it says so."""
-    return ("≥ " if row["fits_more"] else "") + number(row[column], ",")
+def cells(row) -> list:
+    shape = row["shape"] if not row["sweep"] else "{sweep}={sweep_value}".format(**row)
+    cells = [shape, row["layer"], row["impl"], number(row["memory_budget_gb"], "g"), at_least(row, "tokens")]
+    cells += [milliseconds(row), number(row["us_per_token"], ",.1f")]
+    cells += [number(row[name], ".2f") for name in ("time_ratio", "flop_ratio", "paper_ratio")]
+    cells += [number(row["matmul_share"], ".0%"), number(row["peak_memory_mb"], ",.0f")]
+    return [*cells, number(row["parameters"], ",")]
 
 
 def markdown(rows, facts) -> str:
     """The rows as a table."""
-    lines = [
-        ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items()),
-        "",
-        "| shape | layer | impl | budget, GB | N | ms, median (min–max) | µs a token | time ratio | FLOP ratio | paper "
-        "| matmul | memory, MB | parameters |",
-        "| --- | --- | --- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
-    ]
-    for row in rows:
-        shape = row["shape"] if not row["sweep"] else "{sweep}={sweep_value}".format(**row)
-        cells = [shape, row["layer"], row["impl"], number(row["memory_budget_gb"], "g"), at_least(row, "tokens")]
-        cells += [milliseconds(row), number(row["us_per_token"], ",.1f")]
-        cells += [number(row[name], ".2f") for name in ("time_ratio", "flop_ratio", "paper_ratio")]
-        cells += [number(row["matmul_share"], ".0%"), number(row["peak_memory_mb"], ",.0f")]
-        cells += [number(row["parameters"], ",")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def write_rows(path: str, rows, facts) -> None:
-    """One line for each row, with the facts of the run; the file appears whole or not at all."""
-    write_csv(path, [*COLUMNS, *facts], ({**row, **facts} for row in rows))
+    names = ["shape", "layer", "impl", "budget, GB", "N", "ms, median (min–max)", "µs a token", "time ratio"]
+    names += ["FLOP ratio", "paper", "matmul", "memory, MB", "parameters"]
+    return markdown_table(facts, names, 3, map(cells, rows))
 
 
 def draw(path: str, rows, facts) -> None:
@@ -342,24 +217,12 @@ def draw(path: str, rows, facts) -> None:
     plt.close(figure)
 
 
-def write_outputs(script: str, outputs, rows, facts) -> None:
-    """Writes those of (option, path, function) that have a path; ends the program where one cannot be written."""
-    for option, path, write in outputs:
-        if path:
-            try:
-                write(path, rows, facts)
-            except OSError as error:
-                sys.exit(f"{script}: {option} {path} cannot be written: {error.strerror}")
-
-
 def main(argv=None):
     try:
         args = parse(argv)
     except UserError as error:
         sys.exit(f"benchmark_output_layers.py: {error}")
-    # for the processes that memory is measured in
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    facts = provenance(args)
+    facts = provenance(args, dtype=args.dtype, noise=args.noise, label_smoothing=args.label_smoothing)
     setting = Setting(args.device, args.dtype, args.threads, args.noise, args.label_smoothing)
     limit, budgets = settings_of_memory(args)
     chosen = variants(args.layers, args.impls)
@@ -374,8 +237,7 @@ def main(argv=None):
                 for budget in budgets:
                     rows += benchmark(shape, chosen, setting, args.rounds, limit, budget, bar.update)
     print(markdown(rows, facts))
-    outputs = (("--out", args.out, write_rows), ("--plot", args.plot, draw))
-    write_outputs("benchmark_output_layers.py", outputs, rows, facts)
+    write_outputs("benchmark_output_layers.py", args, COLUMNS, rows, facts, draw)
 
 
 if __name__ == "__main__":

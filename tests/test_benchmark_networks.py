@@ -329,10 +329,15 @@ def test_run_from_the_command_line(tmp_path):
     assert f"machine {rows[0]['machine']}, " in process.stdout.splitlines()[0]
 
 
-@pytest.mark.parametrize("write", [script.write_rows, script.draw])
-def test_files_appear_whole_or_not_at_all(write, tmp_path):
-    with pytest.raises((KeyError, ValueError)):
-        write(str(tmp_path / "run.png"), [dict.fromkeys(library.COLUMNS), {"no such column": 1}], {})
+def test_drawing_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    def fill_the_disk(figure, path, **options):
+        Path(path).write_bytes(b"\x89PNG")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fill_the_disk)
+    row = {**dict.fromkeys(library.COLUMNS), "shape": "tiny", "skipped": "too large"}
+    with pytest.raises(OSError, match="No space left"):
+        script.draw(str(tmp_path / "run.png"), [row], {"machine": "this", "threads": 1, "torch": "2"})
     assert list(tmp_path.iterdir()) == []
 
 

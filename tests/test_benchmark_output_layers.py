@@ -6,6 +6,7 @@ import importlib.util
 import math
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from mixtape_plugin.analysis.benchmark import (
     benchmark,
     multiply_adds,
 )
+from mixtape_plugin.analysis.benchmark_command import write_outputs
 from mixtape_plugin.analysis.measuring import largest_batch
 from mixtape_plugin.errors import UserError
 
@@ -358,10 +360,13 @@ def test_run_from_the_command_line(tmp_path):
 
 
 def test_csv_appears_whole_or_not_at_all(tmp_path):
-    out = tmp_path / "run.csv"
+    args = Namespace(out=str(tmp_path / "run.csv"), plot=None)
     with pytest.raises(ValueError):
-        script.write_rows(str(out), [dict.fromkeys(library.COLUMNS), {"no such column": 1}], {})
-    assert not out.exists()
+        write_outputs("script", args, library.COLUMNS, [{"no such column": 1}], {}, None)
+    assert list(tmp_path.iterdir()) == []
+    args.out = str(tmp_path / "gone" / "run.csv")
+    with pytest.raises(SystemExit, match=f"script: --out {args.out} cannot be written: No such file or directory"):
+        write_outputs("script", args, library.COLUMNS, [], {}, None)
 
 
 @pytest.mark.parametrize(

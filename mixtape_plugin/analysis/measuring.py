@@ -12,9 +12,12 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Callable
 
 import torch
+
+ROOT = Path(__file__).resolve().parents[2]  # the folder that the package is in
 
 
 @contextlib.contextmanager
@@ -57,6 +60,9 @@ def in_fresh_process(function, *args):
     Raises:
         MemoryError: the function does, or the system ends the process, as it does with what takes too much.
     """
+    # what is imported first is found by PYTHONPATH alone, and the package need not be installed
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
     context = multiprocessing.get_context("forkserver")  # imports once, then forks before any layer has run
     # torch 2 imports the second with the first optimizer, which takes seconds; where it is missing it is left out
     context.set_forkserver_preload([function.__module__, "torch._dynamo"])

@@ -1,0 +1,157 @@
+"""What the command lines of the benchmarks share: options, the facts that numbers depend on, cells of their tables."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from mixtape_plugin.analysis.benchmark import TINY, Budget
+from mixtape_plugin.analysis.files import write_csv
+from mixtape_plugin.analysis.measuring import ROOT, available_memory
+from mixtape_plugin.errors import UserError
+
+
+def add_common_options(parser: argparse.ArgumentParser, impls) -> None:
+    """The options of both, `impls` the choices of ``--impls``."""
+    parser.add_argument(
+        "--impls",
+        nargs="+",
+        choices=impls,
+        metavar="IMPL",
+        help=f"of {', '.join(impls)}; softmax always runs eager; default: eager, fused, and others where installed",
+    )
+    parser.add_argument("--label-smoothing", type=float, metavar="E", help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="after the warm-up; default: %(default)s")
+    parser.add_argument("--threads", type=int, metavar="N", help="of the CPU; default: what torch would use")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--memory-limit", type=float, metavar="GB", help="skip what needs more; default: what is free")
+    parser.add_argument("--memory-budget", type=float, metavar="GB", help="also compare at the largest batch that fits")
+    parser.add_argument(
+        "--largest-batch",
+        type=int,
+        default=16,
+        metavar="N",
+        help="end the search for that batch at N times the batch of the shape; default: %(default)s",
+    )
+    parser.add_argument("--out", metavar="FILE", help="also write the table as CSV")
+
+
+def check_common_options(args) -> None:
+    """Raises UserError for the first that is not allowed, and fills in the defaults that depend on the machine."""
+    args.threads = torch.get_num_threads() if args.threads is None else args.threads
+    least = {"rounds": 1, "threads": 1, "memory_limit": 0, "largest_batch": 1}
+    least.update({"tokens": TINY + 1, "batch_size": 1, "segment_length": 1})
+    for name, smallest in least.items():
+        value = getattr(args, name, None)
+        if value is not None and not value >= smallest:
+            raise UserError(f"--{name.replace('_', '-')} {value} is not allowed: at least {smallest}")
+    if args.label_smoothing is not None and not 0 <= args.label_smoothing < 1:
+        raise UserError(f"--label-smoothing {args.label_smoothing} is not allowed: from 0 to less than 1")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda is not allowed here: torch finds no GPU")
+    free = available_memory(args.device) / 1e9
+    if args.memory_budget is not None and not 0 < args.memory_budget <= free:
+        raise UserError(f"--memory-budget {args.memory_budget} is not allowed: more than 0 and at most {free:.3g}")
+    for option, path in (("--out", args.out), ("--plot", args.plot)):
+        if path and not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
+            raise UserError(f"{option} {path} cannot be written: its folder is missing or read-only")
+    if args.plot and Path(args.plot).suffix not in (".png", ".pdf", ".svg"):
+        raise UserError(f"--plot {args.plot} is not allowed: a name that ends in .png, .pdf or .svg")
+
+
+def settings_of_memory(args) -> tuple:
+    """Bytes of --memory-limit, and the budgets to run at: none, which is one batch size, and --memory-budget."""
+    limit = None if args.memory_limit is None else args.memory_limit * 1e9
+    budget = None if args.memory_budget is None else Budget(args.memory_budget * 1e9, args.largest_batch)
+    return limit, [None, budget] if budget else [None]
+
+
+def cpu_model() -> str:
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":")[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """The git commit of this checkout, `dirty` where the code differs from it."""
+    if not (ROOT / ".git").exists():
+        return "unknown"
+    git = ["git", "-C", str(ROOT)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        code = [*git, "status", "--porcelain", "--", "mixtape_plugin", "scripts"]
+        changed = subprocess.run(code, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + (" dirty" if changed else "")
+
+
+def plugin_version() -> str:
+    try:
+        return importlib.metadata.version("mixtape_plugin")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def provenance(args, **setting) -> dict:
+    """What the numbers depend on besides the layers, `setting` too: columns of the CSV, the line above the table."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "machine": torch.cuda.get_device_name() if args.device == "cuda" else cpu_model(),
+        "cores": cores,
+        "threads": args.threads,
+        "load_before": round(os.getloadavg()[0], 2),
+        **setting,
+        "rounds": args.rounds,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "plugin": plugin_version(),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def number(value, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def milliseconds(row) -> str:
+    return row["skipped"] or "{ms_median:.1f} ({ms_min:.1f}–{ms_max:.1f})".format(**row)
+
+
+def at_least(row, column: str) -> str:
+    """The batch of a row; where more fits into its budget, it says so."""
+    return ("≥ " if row["fits_more"] else "") + number(row[column], ",")
+
+
+def markdown_table(facts: dict, names, text_columns: int, rows) -> str:
+    """The facts of a run and a table of its rows, which are lists of cells: after some columns of text, numbers."""
+    lines = [names, ["---"] * text_columns + ["--:"] * (len(names) - text_columns), *rows]
+    above = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items())
+    return "\n".join([above, "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def write_outputs(script: str, args, columns, rows, facts: dict, draw) -> None:
+    """Writes --out, a line for each row with the facts of the run, and --plot; ends the program where one cannot be
+    written."""
+    outputs = (
+        ("--out", args.out, lambda path: write_csv(path, [*columns, *facts], ({**row, **facts} for row in rows))),
+        ("--plot", args.plot, lambda path: draw(path, rows, facts)),
+    )
+    for option, path, write in outputs:
+        if path:
+            try:
+                write(path)
+            except OSError as error:
+                sys.exit(f"{script}: {option} {path} cannot be written: {error.strerror}")
