@@ -34,7 +34,6 @@ if __name__ == "__main__":  # before fairseq is imported, which sets a level tha
     logging.basicConfig(level=logging.WARNING)
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mixtape_plugin.analysis.benchmark import Setting, variants  # noqa: E402
 from mixtape_plugin.analysis.benchmark_command import (  # noqa: E402
     add_common_options,
     at_least,
@@ -47,6 +46,7 @@ from mixtape_plugin.analysis.benchmark_command import (  # noqa: E402
     write_outputs,
 )
 from mixtape_plugin.analysis.files import write_whole  # noqa: E402
+from mixtape_plugin.analysis.measuring import Setting  # noqa: E402
 from mixtape_plugin.analysis.network_benchmark import (  # noqa: E402
     COLUMNS,
     SHAPES,
@@ -54,6 +54,7 @@ from mixtape_plugin.analysis.network_benchmark import (  # noqa: E402
     TextShape,
     benchmark,
 )
+from mixtape_plugin.analysis.workloads import variants  # noqa: E402
 from mixtape_plugin.errors import UserError  # noqa: E402
 from mixtape_plugin.models.awd_lstm_lm import parse_hidden_sizes  # noqa: E402
 from mixtape_plugin.output_layers import OUTPUT_IMPLS  # noqa: E402
@@ -107,7 +108,7 @@ def parse(argv):
     add_common_options(parser, OUTPUT_IMPLS)
     args = parser.parse_args(argv)
 
-    check_common_options(args)
+    check_common_options(args, batch_size=1, segment_length=1)
     args.impls = args.impls or ["eager", "fused"]
     for layer in args.layers or ():
         if not LAYER.fullmatch(layer):

@@ -33,25 +33,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm  # noqa: E402
 
-from mixtape_plugin.analysis.benchmark import (  # noqa: E402
-    COLUMNS,
-    LAYERS,
-    PEERS,
-    SHAPES,
-    SWEEP_COMPONENTS,
-    SWEEP_SHAPE,
-    SWEEP_VOCAB_SIZES,
-    TINY,
-    Setting,
-    Shape,
-    benchmark,
-    build_layer,
-    installed_peers,
-    split_layer,
-    sweep,
-    turns,
-    variants,
-)
 from mixtape_plugin.analysis.benchmark_command import (  # noqa: E402
     add_common_options,
     at_least,
@@ -64,6 +45,21 @@ from mixtape_plugin.analysis.benchmark_command import (  # noqa: E402
     write_outputs,
 )
 from mixtape_plugin.analysis.files import write_whole  # noqa: E402
+from mixtape_plugin.analysis.measuring import Setting  # noqa: E402
+from mixtape_plugin.analysis.output_layer_benchmark import COLUMNS, TINY, benchmark, sweep, turns  # noqa: E402
+from mixtape_plugin.analysis.workloads import (  # noqa: E402
+    LAYERS,
+    PEERS,
+    SHAPES,
+    SWEEP_COMPONENTS,
+    SWEEP_SHAPE,
+    SWEEP_VOCAB_SIZES,
+    Shape,
+    build_layer,
+    installed_peers,
+    split_layer,
+    variants,
+)
 from mixtape_plugin.errors import UserError  # noqa: E402
 from mixtape_plugin.output_layers import OUTPUT_IMPLS  # noqa: E402
 
@@ -122,7 +118,7 @@ def parse(argv):
     parser.set_defaults(label_smoothing=0.0)
     args = parser.parse_args(argv)
 
-    check_common_options(args)
+    check_common_options(args, tokens=TINY + 1)
     layers = [layer_name(text) for text in args.layers]
     known = [layer for kind in LAYERS for layer in layers if split_layer(layer)[0] == kind]
     args.layers = list(dict.fromkeys(["softmax", *known]))

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from mixtape_plugin.analysis import network_benchmark as library
-from mixtape_plugin.analysis.benchmark import BASELINE, Budget, Setting, Variant, paper_ratio, variants
+from mixtape_plugin.analysis.measuring import Budget, Setting
 from mixtape_plugin.analysis.network_benchmark import SHAPES, TrainingStep, benchmark, network_args
+from mixtape_plugin.analysis.workloads import BASELINE, Variant, paper_ratio, variants
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "benchmark_networks.py"
 spec = importlib.util.spec_from_file_location("benchmark_networks", SCRIPT)

@@ -12,21 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from mixtape_plugin.analysis import benchmark as library
-from mixtape_plugin.analysis.benchmark import (
-    BASELINE,
-    LAYERS,
-    SHAPES,
-    Budget,
-    Setting,
-    Shape,
-    Step,
-    Variant,
-    benchmark,
-    multiply_adds,
-)
+from mixtape_plugin.analysis import output_layer_benchmark as library
+from mixtape_plugin.analysis import workloads
 from mixtape_plugin.analysis.benchmark_command import write_outputs
-from mixtape_plugin.analysis.measuring import largest_batch
+from mixtape_plugin.analysis.measuring import Budget, Setting, largest_batch
+from mixtape_plugin.analysis.output_layer_benchmark import Step, benchmark
+from mixtape_plugin.analysis.workloads import BASELINE, LAYERS, SHAPES, Shape, Variant, multiply_adds
 from mixtape_plugin.errors import UserError
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "benchmark_output_layers.py"
@@ -63,22 +54,22 @@ def test_multiply_adds_are_what_torch_counts(layer):
     step = Step(Variant(layer), TINY, Setting())
     with flop_counter.FlopCounterMode(display=False) as counter:
         step()
-    k = library.num_components(layer, TINY)
+    k = workloads.num_components(layer, TINY)
     left_out = 0 if layer == "softmax" else 10 * (k - 1 if layer.startswith("mixtape") else k)  # gates or priors
     assert counter.get_total_flops() == 6 * 20 * (multiply_adds(layer, TINY) + left_out)
 
 
 @pytest.mark.parametrize("layer", [*LAYERS, "moc-2", "mixtape-3"])
 def test_parameters_are_those_of_the_layer(layer):
-    counted = sum(parameter.numel() for parameter in library.build_layer(Variant(layer), TINY).parameters())
-    assert library.count_parameters(layer, TINY) == counted
+    counted = sum(parameter.numel() for parameter in workloads.build_layer(Variant(layer), TINY).parameters())
+    assert workloads.count_parameters(layer, TINY) == counted
 
 
 def test_ratios_of_the_paper():
     """The paper's own words on its tables."""
 
     def speedup(slow, fast, shape, column):
-        return library.paper_ratio(slow, shape, column) / library.paper_ratio(fast, shape, column)
+        return workloads.paper_ratio(slow, shape, column) / workloads.paper_ratio(fast, shape, column)
 
     assert speedup("mos-15", "mixtape", "ptb", "output_layer") == pytest.approx(11.5, abs=0.05)
     for shape, sharing, in_memory in (("ptb", 3.5, 4.3), ("one-billion", 3.2, 4.0)):
@@ -88,14 +79,14 @@ def test_ratios_of_the_paper():
     assert speedup("mos-9", "mixtape", "en-fr", "output_layer") == pytest.approx(1.6, abs=0.05)
     assert speedup("mos-9", "mixtape", "en-de", "output_layer_in_memory") == pytest.approx(3.5, abs=0.05)
     for shape, slower in (("ptb", 0.20), ("en-de", 0.34), ("one-billion", 0.6)):  # "20% to 34%", "60%"
-        found = library.paper_ratio("mixtape", shape, "network_in_memory")
+        found = workloads.paper_ratio("mixtape", shape, "network_in_memory")
         assert found == pytest.approx(1 + slower, abs=0.02)
-    assert library.paper_ratio("moc-15", "ptb", "output_layer") is None
-    assert library.paper_ratio("mixtape", TINY.shape, "output_layer") is None
+    assert workloads.paper_ratio("moc-15", "ptb", "output_layer") is None
+    assert workloads.paper_ratio("mixtape", TINY.shape, "output_layer") is None
 
 
 def test_variants_are_every_layer_in_every_implementation_and_peers_of_softmax():
-    assert library.variants(["softmax", "mos-3"], ["fused", "eager", "torch"]) == [
+    assert workloads.variants(["softmax", "mos-3"], ["fused", "eager", "torch"]) == [
         ("softmax", "eager"),
         ("softmax", "fused"),
         ("softmax", "torch"),
@@ -107,11 +98,11 @@ def test_variants_are_every_layer_in_every_implementation_and_peers_of_softmax()
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("peer", library.PEERS)
+@pytest.mark.parametrize("peer", workloads.PEERS)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch says that it smooths without chunks
 def test_peers_compute_the_loss_of_the_eager_softmax(peer, label_smoothing):
     device = "cpu" if peer == "torch" else "cuda"
-    if (device == "cuda" and not torch.cuda.is_available()) or peer not in library.installed_peers(device):
+    if (device == "cuda" and not torch.cuda.is_available()) or peer not in workloads.installed_peers(device):
         pytest.skip(f"{peer} is not installed, or there is no GPU")
     if peer == "cut-cross-entropy" and label_smoothing:
         pytest.skip("cut-cross-entropy has no label smoothing")
@@ -274,9 +265,9 @@ def test_at_one_memory_budget_each_layer_has_its_largest_batch(monkeypatch):
     a_token["mos"] = 10**9
     rows = benchmark(shape, [*variants, Variant("mos")], Setting(), 1, budget=Budget(500_000, largest=20))
     softmax, mixtape, fused, mos = rows
-    weights = 8 * library.count_parameters("softmax", shape)
+    weights = 8 * workloads.count_parameters("softmax", shape)
     assert softmax["tokens"] == 400 < (500_000 - weights) / 1000 and softmax["fits_more"]  # 20 times the shape's N
-    weights = 8 * library.count_parameters("mixtape", shape)
+    weights = 8 * workloads.count_parameters("mixtape", shape)
     exact = (500_000 - weights) // 4000
     assert exact - 2 <= mixtape["tokens"] <= exact and not mixtape["fits_more"]
     assert mixtape["peak_memory_mb"] == 4000 * mixtape["tokens"] / 1e6
@@ -327,7 +318,7 @@ def test_run_from_the_command_line(tmp_path):
     facts = ["machine", "cores", "threads", "load_before", "dtype", "noise", "label_smoothing", "rounds"]
     assert list(rows[0]) == [*library.COLUMNS, *facts, "python", "torch", "plugin", "commit", "date"]
     expected = [(layer, impl) for layer in LAYERS for impl in ("eager", "fused")]
-    names = [(library.full_name(layer, shape), impl) for layer, impl in expected]
+    names = [(workloads.full_name(layer, shape), impl) for layer, impl in expected]
     assert [(row["layer"], row["impl"]) for row in rows] == 2 * names
     at_one_batch, at_one_budget = rows[: len(names)], rows[len(names) :]
     assert [row["num_components"] for row in at_one_batch[::2]] == ["1", "3", "3", "4", "4"]
@@ -343,7 +334,7 @@ def test_run_from_the_command_line(tmp_path):
         most = library.estimate_memory(Variant(layer, impl), shape, setting) / 1e6
         assert least <= float(row["peak_memory_mb"]) <= most, row["layer"]
     for row, (layer, _) in zip(at_one_budget, expected):
-        weights = 8 * library.count_parameters(layer, shape) / 1e6
+        weights = 8 * workloads.count_parameters(layer, shape) / 1e6
         assert row["memory_budget_gb"] == "0.2" and 16 < int(row["tokens"]) <= 512
         assert float(row["peak_memory_mb"]) + weights <= 200
         assert float(row["us_per_token"]) == pytest.approx(1000 * float(row["ms_median"]) / int(row["tokens"]))
@@ -414,7 +405,7 @@ def test_softmax_is_always_there_and_layers_may_name_their_components():
 
 
 def test_a_sweep_sets_components_and_has_one_shape():
-    assert script.parse(["--sweep"]).shapes == [library.SWEEP_SHAPE]
+    assert script.parse(["--sweep"]).shapes == [workloads.SWEEP_SHAPE]
     for options in (["--layers", "mos-3"], ["--shapes", "ptb", "en-de"], ["--memory-budget", "0.1"]):
         with pytest.raises(UserError, match="--sweep"):
             script.parse(["--sweep", *options])
@@ -424,11 +415,11 @@ def test_a_sweep_sets_components_and_has_one_shape():
 def test_run_on_a_gpu():
     shape = Shape("gpu", 20000, 64, 96, 3, 0.1, 512)
     setting = Setting("cuda", "bfloat16")
-    variants = library.variants(LAYERS, ["eager", "fused", *library.installed_peers("cuda")])
+    variants = workloads.variants(LAYERS, ["eager", "fused", *workloads.installed_peers("cuda")])
     for row in benchmark(shape, variants, setting, rounds=2):
         assert row["skipped"] is None and row["ms_median"] > 0
         if row["impl"] == "eager":
             assert row["peak_memory_mb"] >= 512 * 20000 * 4 / 1e6  # log-probabilities in float32
     budget = Budget(2e8, largest=4)
-    for row in benchmark(shape, library.variants(LAYERS, ["eager", "fused"]), setting, 1, budget=budget):
+    for row in benchmark(shape, workloads.variants(LAYERS, ["eager", "fused"]), setting, 1, budget=budget):
         assert row["skipped"] is None and 16 < row["tokens"] <= 2048

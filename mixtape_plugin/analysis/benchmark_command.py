@@ -13,9 +13,8 @@ from pathlib import Path
 
 import torch
 
-from mixtape_plugin.analysis.benchmark import TINY, Budget
 from mixtape_plugin.analysis.files import write_csv
-from mixtape_plugin.analysis.measuring import ROOT, available_memory
+from mixtape_plugin.analysis.measuring import ROOT, Budget, available_memory
 from mixtape_plugin.errors import UserError
 
 
@@ -44,13 +43,15 @@ def add_common_options(parser: argparse.ArgumentParser, impls) -> None:
     parser.add_argument("--out", metavar="FILE", help="also write the table as CSV")
 
 
-def check_common_options(args) -> None:
-    """Raises UserError for the first that is not allowed, and fills in the defaults that depend on the machine."""
+def check_common_options(args, **least) -> None:
+    """Raises UserError for the first that is not allowed, and fills in the defaults that depend on the machine.
+
+    Args:
+        least: the smallest values of the script's own options.
+    """
     args.threads = torch.get_num_threads() if args.threads is None else args.threads
-    least = {"rounds": 1, "threads": 1, "memory_limit": 0, "largest_batch": 1}
-    least.update({"tokens": TINY + 1, "batch_size": 1, "segment_length": 1})
-    for name, smallest in least.items():
-        value = getattr(args, name, None)
+    for name, smallest in {"rounds": 1, "threads": 1, "memory_limit": 0, "largest_batch": 1, **least}.items():
+        value = getattr(args, name)
         if value is not None and not value >= smallest:
             raise UserError(f"--{name.replace('_', '-')} {value} is not allowed: at least {smallest}")
     if args.label_smoothing is not None and not 0 <= args.label_smoothing < 1:

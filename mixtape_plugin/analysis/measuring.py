@@ -13,11 +13,28 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Callable
+from typing import Callable, NamedTuple
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder that the package is in
+
+
+class Setting(NamedTuple):
+    """How to run, the same for every layer and shape."""
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 1
+    noise: bool = False
+    label_smoothing: float = 0.0
+
+
+class Budget(NamedTuple):
+    """Of memory: for weights, gradients and all that a step holds."""
+
+    bytes: float
+    largest: int = 16  # times the shape's own batch, at most
 
 
 @contextlib.contextmanager

@@ -18,16 +18,9 @@ from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.optim.adam import FairseqAdam, FairseqAdamConfig
 
-from mixtape_plugin.analysis.benchmark import (
-    BASELINE,
-    PAPER_TIMES,
+from mixtape_plugin.analysis.measuring import (
     Budget,
     Setting,
-    Variant,
-    fused_memory,
-    paper_ratio,
-)
-from mixtape_plugin.analysis.measuring import (
     available_memory,
     fit,
     high_water_mark,
@@ -38,6 +31,7 @@ from mixtape_plugin.analysis.measuring import (
     summary,
     take_turns,
 )
+from mixtape_plugin.analysis.workloads import BASELINE, PAPER_TIMES, Variant, fused_memory, paper_ratio
 from mixtape_plugin.criterions.awd_lstm_cross_entropy import AWDLSTMCrossEntropy
 from mixtape_plugin.criterions.output_layer_cross_entropy import OutputLayerCrossEntropy
 from mixtape_plugin.data.bptt_dataset import BpttDataset, TokenStream

@@ -1,0 +1,236 @@
+"""What the benchmarks compare: output layers and their rivals at the papers' sizes, what they cost by formula, and the
+papers' own times.
+
+Shapes: D features, E embedding, K components, V vocabulary, S frequent tokens, N tokens (of one step).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from mixtape_plugin.kernels.common import chunks, longest
+from mixtape_plugin.output_layers import OUTPUT_IMPLS, OutputLayerConfig, build_output_layer
+
+GATE_DIM = 64  # d2, which the paper does not give
+LAYERS = ("softmax", "moc", "mos", "mixtape", "mixtape-no-sharing")
+
+
+class Shape(NamedTuple):
+    """Sizes of an output layer, and N."""
+
+    shape: str  # its name
+    vocab_size: int
+    embed_dim: int
+    feature_dim: int  # of the mixtures; the features of softmax are E wide
+    num_components: int  # of mos and moc; mixtape has 4
+    frequent_ratio: float
+    tokens: int
+
+
+SHAPES = {
+    shape.shape: shape
+    for shape in (
+        Shape("ptb", 10000, 280, 620, 15, 0.1, 840),  # 12 sequences of 70
+        Shape("one-billion", 100000, 900, 1024, 7, 0.1, 256),
+        Shape("en-de", 32000, 1024, 1024, 9, 0.5, 1024),
+        Shape("en-fr", 32000, 2048, 2048, 9, 0.5, 256),  # the paper's batch: tokens (inferred)
+        Shape("en-de-512", 32000, 512, 512, 9, 0.5, 1024),
+    )
+}
+
+# of --sweep: each V with the K of its shape, and each K with its V
+SWEEP_SHAPE = Shape("sweep", 8000, 128, 192, 4, 0.1, 256)
+SWEEP_VOCAB_SIZES = (1000, 2000, 4000, 8000, 16000, 32000)
+SWEEP_COMPONENTS = (2, 4, 8, 15)
+
+
+class PaperTimes(NamedTuple):
+    """A row of tables 3 to 6, Mixtape (Yang et al. 2019), in units that differ between tables and settings."""
+
+    output_layer: float  # "out layer" and "all layers" at the same batch size
+    network: float
+    output_layer_in_memory: float  # an instance, at the same memory budget, 12 GB
+    network_in_memory: float
+
+
+PAPER_TIMES = {
+    "ptb": {
+        "softmax": PaperTimes(14, 328, 0.40, 3.06),
+        "mos-3": PaperTimes(147, 439, 3.37, 6.25),
+        "mos-5": PaperTimes(173, 488, 4.40, 8.38),
+        "mos-10": PaperTimes(242, 609, 6.96, 12.99),
+        "mos-15": PaperTimes(310, 731, 9.62, 15.73),
+        "mixtape": PaperTimes(27, 345, 0.90, 3.66),
+        "mixtape-no-sharing": PaperTimes(95, 487, 3.88, 10.44),
+    },
+    "one-billion": {
+        "softmax": PaperTimes(53, 119, 3.2, 7.0),
+        "mos-7": PaperTimes(794, 856, 52.5, 59.8),
+        "mixtape": PaperTimes(114, 170, 8.6, 11.3),
+        "mixtape-no-sharing": PaperTimes(364, 414, 34.3, 48.6),
+    },
+    "en-de": {
+        "softmax": PaperTimes(2.16, 18.15, 5.4, 37.0),
+        "mos-9": PaperTimes(14.36, 30.08, 61.1, 97.9),
+        "mixtape": PaperTimes(5.83, 21.48, 17.6, 49.8),
+    },
+    "en-fr": {
+        "softmax": PaperTimes(2.43, 24.06, 15.0, 159.3),
+        "mos-9": PaperTimes(7.90, 29.05, 254.0, 936.0),
+        "mixtape": PaperTimes(4.88, 26.81, 40.5, 197.2),
+    },
+}
+
+# of the papers' training runs; a shape without an entry has the gate noise alone
+LOCKED = {"context_dropout": 0.29, "locked_context_dropout": True}  # of the MoS paper's code, for every mixture
+PAPER_NOISE = {
+    "ptb": LOCKED,
+    "en-de": {"gate_dropout": 0.2},
+    "en-de-512": {"gate_dropout": 0.2},
+    "en-fr": {"gate_dropout": 0.15},
+}
+
+
+class Variant(NamedTuple):
+    """A layer in one of its implementations."""
+
+    layer: str  # of LAYERS; -K after its name for a K of its own
+    impl: str = "eager"  # of OUTPUT_IMPLS, or, of softmax, of PEERS
+
+
+BASELINE = Variant("softmax", "eager")
+
+
+def torch_loss(features, weight, bias, target, label_smoothing):
+    # torch's own choice of a chunk is slow on a CPU
+    options = torch.nn.LinearCrossEntropyOptions(**({} if features.is_cuda else {"batch_chunk_size": 512}))
+    return F.linear_cross_entropy(
+        features, weight, target, linear_bias=bias, label_smoothing=label_smoothing, reduction="sum", options=options
+    )
+
+
+def liger_loss(features, weight, bias, target, label_smoothing):
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy(
+        features, weight, target, bias=bias, label_smoothing=label_smoothing, reduction="sum"
+    )
+
+
+def cut_loss(features, weight, bias, target, label_smoothing):
+    from cut_cross_entropy import linear_cross_entropy
+
+    if label_smoothing:
+        raise NotImplementedError("it has no label smoothing")
+    return linear_cross_entropy(features, weight, target, bias=bias, reduction="sum")
+
+
+# Losses of softmax by others: features [N, E], weight [V, E], bias [V], target [N], ε as torch counts it
+PEERS = {"torch": torch_loss, "liger": liger_loss, "cut-cross-entropy": cut_loss}
+
+
+def installed_peers(device: str) -> list:
+    """Those of :data:`PEERS` that can run here."""
+    names = ["torch"] if hasattr(F, "linear_cross_entropy") else []
+    if device == "cuda":
+        modules = {"liger": "liger_kernel", "cut-cross-entropy": "cut_cross_entropy"}
+        names += [name for name, module in modules.items() if importlib.util.find_spec(module)]
+    return names
+
+
+def variants(layers, impls) -> list:
+    """The layers in their implementations, the eager softmax first; peers have softmax only."""
+    pairs = [Variant(layer, impl) for layer in layers for impl in impls if layer == "softmax" or impl in OUTPUT_IMPLS]
+    return list(dict.fromkeys([BASELINE, *pairs]))
+
+
+def split_layer(layer: str) -> tuple:
+    """Kind and K of a layer's name: mos and 15 of mos-15; None where it names no K."""
+    kind, _, k = layer.rpartition("-")
+    return (kind, int(k)) if k.isdigit() else (layer, None)
+
+
+def num_components(layer: str, shape: Shape) -> int:
+    """K of the layer."""
+    kind, k = split_layer(layer)
+    return k or {"softmax": 1, "moc": shape.num_components, "mos": shape.num_components}.get(kind, 4)
+
+
+def full_name(layer: str, shape: Shape) -> str:
+    """The layer's name with its K, as it is in the paper: that of softmax has none, and mixtape's is 4 anyway."""
+    kind, k = split_layer(layer)
+    return f"{kind}-{num_components(layer, shape)}" if k or kind in ("moc", "mos") else kind
+
+
+def num_frequent(layer: str, shape: Shape) -> int:
+    """S of mixtape."""
+    no_sharing = layer.startswith("mixtape-no-sharing")
+    return shape.vocab_size if no_sharing else round(shape.frequent_ratio * shape.vocab_size)
+
+
+def multiply_adds(layer: str, shape: Shape, projected: bool = False) -> int:
+    """Multiply-adds a token of the layer's matrix products, forward; forward and backward are 6 times as many FLOPs.
+
+    softmax V·E; MoC V·E + K·E·D; MoS K·V·E + K·E·D; Mixtape V·E + (K−1)·S·E + K·E·D + (K−1)·d2·(S + D). Left out are
+    the priors, the shared gates and all that is no matrix product.
+
+    Args:
+        projected: count the D to E projection that softmax needs to start from the mixtures' features.
+    """
+    v, e, d = shape.vocab_size, shape.embed_dim, shape.feature_dim
+    k, s = num_components(layer, shape), num_frequent(layer, shape)
+    return {
+        "softmax": v * e + (e * d if projected else 0),
+        "moc": v * e + k * e * d,
+        "mos": k * v * e + k * e * d,
+        "mixtape": v * e + (k - 1) * s * e + k * e * d + (k - 1) * GATE_DIM * (s + d),
+    }[layer.split("-")[0]]
+
+
+def count_parameters(layer: str, shape: Shape) -> int:
+    """Parameters of the layer, its embedding included."""
+    v, e, d = shape.vocab_size, shape.embed_dim, shape.feature_dim
+    k, s = num_components(layer, shape), num_frequent(layer, shape)
+    kind = layer.split("-")[0]
+    count = v * (e + 1)
+    if kind != "softmax":
+        count += k * e * (d + 1)
+    if kind in ("moc", "mos"):
+        count += k * d
+    elif kind == "mixtape":
+        count += (k - 1) * (GATE_DIM * (d + 1) + d + s) + s * GATE_DIM
+    return count
+
+
+def fused_memory(kind: str, scores_per_token: int, k: int, tokens: int, parameters: int, smooth: bool, size: int = 4):
+    """Bytes of a fused loss at most: a chunk of scores twice, or six times where MoS smooths labels, and the gradients
+    of parameters before they are scaled."""
+    chunk = longest(chunks(tokens, scores_per_token * size, k if kind == "mos" else 1)) * scores_per_token * size
+    return (6 if kind == "mos" and smooth else 2) * chunk + size * parameters
+
+
+def paper_ratio(layer: str, shape: str, column: str) -> float | None:
+    """Time of the layer (its full name) over that of softmax in a column of :class:`PaperTimes`, None if not there."""
+    times = PAPER_TIMES.get(shape, {})
+    return getattr(times[layer], column) / getattr(times["softmax"], column) if layer in times else None
+
+
+def build_layer(variant: Variant, shape: Shape, noise: bool = False, tied_weight=None):
+    """The layer of this shape, in training mode; raises UserError where K or r is not allowed."""
+    layer, impl = variant
+    config = OutputLayerConfig(
+        output_layer=layer.split("-")[0],
+        num_components=num_components(layer, shape),
+        output_embed_dim=shape.embed_dim,
+        gate_dim=GATE_DIM,
+        frequent_ratio=1.0 if layer.startswith("mixtape-no-sharing") else shape.frequent_ratio,
+        gate_noise=0.1 if noise else 0.0,
+        output_impl="eager" if impl in PEERS else impl,
+        **(PAPER_NOISE.get(shape.shape, {}) if noise else {}),
+    )
+    feature_dim = shape.embed_dim if layer == "softmax" else shape.feature_dim
+    return build_output_layer(config, feature_dim, shape.vocab_size, tied_weight).train()
