@@ -245,6 +245,13 @@ def test_search_for_the_largest_batch_in_other_curves():
     assert search(lambda batch: batch, 3, start=1, least=1, most=8)[0] == 3
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_search_that_comes_close_to_the_most_measures_it(fits):
+    # 200, 800, and the line through them ends at 995, within 2% of 1000
+    found, seen = search(lambda batch: batch if fits and batch > 990 else 1.005 * batch, 1000, start=200, most=1000)
+    assert 1000 in seen and (found == 1000 if fits else 980 <= found < 1000)
+
+
 def test_at_one_memory_budget_each_layer_has_its_largest_batch(monkeypatch):
     a_token = {"softmax": 1000, "mixtape": 4000}  # bytes, beyond weights and gradients
 

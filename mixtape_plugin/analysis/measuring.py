@@ -129,7 +129,7 @@ def largest_batch(peak: Callable[[int], int], budget: float, start: int, least: 
         else:
             above = guess
         margin = max(below // 50, 1)
-        if above - below <= margin:
+        if above - below <= (margin if above <= most else 1):  # nothing was too large yet: `most` itself is to measure
             return (below, measured[below]) if below >= least else (0, None)
         largest = 4 * below if below >= least else most
         guess = (below + above) // 2 if above <= most else largest
