@@ -15,7 +15,7 @@ import torch
 from mixtape_plugin.analysis import output_layer_benchmark as library
 from mixtape_plugin.analysis import workloads
 from mixtape_plugin.analysis.benchmark_command import write_outputs
-from mixtape_plugin.analysis.measuring import Budget, Setting, largest_batch
+from mixtape_plugin.analysis.measuring import Budget, Setting, available_memory, largest_batch
 from mixtape_plugin.analysis.output_layer_benchmark import Step, benchmark
 from mixtape_plugin.analysis.workloads import BASELINE, LAYERS, SHAPES, Shape, Variant, multiply_adds
 from mixtape_plugin.errors import UserError
@@ -250,6 +250,13 @@ def test_search_that_comes_close_to_the_most_measures_it(fits):
     # 200, 800, and the line through them ends at 995, within 2% of 1000
     found, seen = search(lambda batch: batch if fits and batch > 990 else 1.005 * batch, 1000, start=200, most=1000)
     assert 1000 in seen and (found == 1000 if fits else 980 <= found < 1000)
+
+
+def test_memory_that_torch_keeps_for_reuse_is_free(monkeypatch):
+    # of 100 GB another program has 30; torch took 50, which an earlier shape's layers filled, and tensors have 1
+    for name, number in (("mem_get_info", (20e9, 100e9)), ("memory_reserved", 50e9), ("memory_allocated", 1e9)):
+        monkeypatch.setattr(torch.cuda, name, lambda number=number: number)
+    assert available_memory("cuda") == 69e9
 
 
 def test_at_one_memory_budget_each_layer_has_its_largest_batch(monkeypatch):

@@ -91,9 +91,10 @@ def in_fresh_process(function, *args):
 
 
 def available_memory(device: str) -> int:
-    """Bytes that are free now: on the GPU, or on the machine and at most what a container allows."""
+    """Bytes that are free now: on the GPU, with what torch keeps there for reuse, or on the machine and at most what a
+    container allows."""
     if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if os.path.exists("/proc/meminfo"):
         with open("/proc/meminfo") as file:
