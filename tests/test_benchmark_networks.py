@@ -184,6 +184,23 @@ def test_implementations_of_a_layer_share_its_network(monkeypatch):
     assert called == ["eager_loss", "fused_loss"] * 2
 
 
+def test_translators_share_all_but_their_output_layers():
+    softmax = TrainingStep(Variant("softmax"), TRANSLATION, Setting())
+    mixtape = TrainingStep(Variant("mixtape", "fused"), TRANSLATION, Setting(), like=softmax)
+    alone = TrainingStep(Variant("mixtape", "fused"), TRANSLATION, Setting())
+    assert mixtape.layer.config == alone.layer.config
+    sizes = [{name: p.shape for name, p in step.model.named_parameters()} for step in (mixtape, alone)]
+    assert sizes[0] == sizes[1]
+    assert mixtape.model is softmax.model and mixtape.layer.weight is softmax.layer.weight
+    own = [parameter for name, parameter in mixtape.layer.named_parameters() if name not in ("weight", "bias")]
+    for step, updates_of_own in ((softmax, 0), (mixtape, 1), (softmax, 1), (mixtape, 2)):
+        step()
+        assert step.model.decoder.output_projection is step.layer
+        state = step.optimizer.optimizer.state
+        assert {state[p]["step"] if p in state else 0 for p in own} == {updates_of_own}
+    assert state[mixtape.layer.weight]["step"] == 4 and len(own) > 5
+
+
 class FakeStep(TrainingStep):
     """A step whose seconds are given, by layer and implementation."""
 

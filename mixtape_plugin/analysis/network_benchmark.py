@@ -37,7 +37,7 @@ from mixtape_plugin.criterions.output_layer_cross_entropy import OutputLayerCros
 from mixtape_plugin.data.bptt_dataset import BpttDataset, TokenStream
 from mixtape_plugin.models.awd_lstm_lm import count_parameters, parse_hidden_sizes
 from mixtape_plugin.optim.nt_asgd import NTASGD, NTASGDConfig
-from mixtape_plugin.output_layers import base
+from mixtape_plugin.output_layers import OutputLayerConfig, base, build_output_layer
 
 # the papers' for language models, but for the learning rate, whose value takes no time
 CLIP_NORM, WEIGHT_DECAY, LR = 0.25, 1.2e-6, 1.0
@@ -168,7 +168,8 @@ class TrainingStep:
     random, without padding.
 
     Args:
-        like: a step of the same layer and sizes, to share its network and optimizer with.
+        like: a step to share the network with: of the same layer and sizes, or, in translation, of another layer, in
+            whose place this one's is put. Without that En-Fr's networks, 12 GB each with Adam, would not fit together.
     """
 
     def __init__(
@@ -180,29 +181,36 @@ class TrainingStep:
         like: TrainingStep | None = None,
     ):
         self.device, self.impl = setting.device, variant.impl
+        self.name = variant.layer
         if like:
-            self.task, self.model, self.criterion, self.optimizer = (
-                like.task,
-                like.model,
-                like.criterion,
-                like.optimizer,
-            )
+            self.task, self.model, self.criterion, self.layer = like.task, like.model, like.criterion, like.layer
         else:
             self.model, self.task = build_network(variant.layer, shape, sizes)
             self.model.to(setting.device)
+            self.layer = self.model.decoder.output_projection
             criterion = OutputLayerCrossEntropy if shape.translates else AWDLSTMCrossEntropy
             self.criterion = criterion(self.task, sentence_avg=False, label_smoothing=shape.label_smoothing)
+        if like and like.name == self.name:
+            self.optimizer = like.optimizer
+        else:
+            if like:
+                config = OutputLayerConfig.from_args(network_args(variant.layer, shape))
+                v, weight = len(self.task.target_dictionary), like.layer.weight
+                self.layer = build_output_layer(config, like.layer.feature_dim, v, weight).to(setting.device)
+            self.output_projection()
             self.optimizer = build_optimizer(shape, list(self.model.parameters()))
+            if like:  # one update's state for each shared weight
+                self.optimizer.optimizer.state = like.optimizer.optimizer.state
         self.clip_norm = 0.0 if shape.translates else CLIP_NORM
         self.sample = (translation_sample if shape.translates else language_sample)(self.task, shape)
         for batch in (self.sample, self.sample["net_input"]):
             batch.update({name: part.to(setting.device) for name, part in batch.items() if torch.is_tensor(part)})
 
     def output_projection(self):
-        """The output layer, set to the implementation of this step."""
-        layer = self.model.decoder.output_projection
-        layer.config.output_impl = self.impl
-        return layer
+        """The output layer, put into the network and set to the implementation of this step."""
+        self.model.decoder.output_projection = self.layer
+        self.layer.config.output_impl = self.impl
+        return self.layer
 
     def __call__(self) -> float:
         """Takes the step and returns its seconds."""
@@ -282,13 +290,13 @@ def peak_memory(variant: Variant, shape: TextShape, setting: Setting, sizes: str
 
 
 def estimate_memory(variant: Variant, shape: TextShape, sizes: str = "same") -> int:
-    """Bytes that a training needs at most: weights, gradients and the update three times over (five times with Adam),
-    16 numbers for each unit and token, 8 for each score that an eager output layer holds at once, 100 MB for the
-    program."""
+    """Bytes that a training needs at most: weights, gradients and the update twice over (Adam: its two moments, and
+    the largest weight twice), 16 numbers for each unit and token, 8 for each score that an eager output layer holds at
+    once, 100 MB for the program."""
     # weights without values, where torch has them
     with torch.device("meta") if hasattr(torch.device, "__enter__") else contextlib.nullcontext():
         model, _ = build_network(variant.layer, shape, sizes)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = [parameter.numel() for parameter in model.parameters()]
     layer = model.decoder.output_projection
     tokens = shape.batch_size * shape.segment_length
     if shape.translates:
@@ -303,7 +311,8 @@ def estimate_memory(variant: Variant, shape: TextShape, sizes: str = "same") -> 
         kind, smooth = layer.config.output_layer, shape.label_smoothing > 0
         scores = fused_memory(kind, layer.scores_per_token, k, tokens, own, smooth)
         scores += 4 * 8 * tokens * (k * (layer.embed_dim + layer.config.gate_dim) + layer.feature_dim)
-    return 4 * ((6 if shape.translates else 4) * parameters + 16 * tokens * units) + scores + 10**8
+    held = 4 * sum(parameters) + (2 * max(parameters) if shape.translates else 0)
+    return 4 * (held + 16 * tokens * units) + scores + 10**8
 
 
 def benchmark(
@@ -328,7 +337,6 @@ def benchmark(
     Returns:
         a dict of :data:`COLUMNS` for each network; None for what was not measured.
     """
-    limit = available_memory(setting.device) if memory_limit is None else memory_limit
     torch.set_num_threads(setting.threads)
     rows, steps, networks = [], {}, {}
     for variant in variants:
@@ -345,11 +353,13 @@ def benchmark(
             row.update(batch_size=batch_size or None, fits_more=batch_size == most)
             row["skipped"] = None if batch_size else f"not one column or sentence fits in {budget.bytes / 1e9:.3g} GB"
         else:
+            limit = available_memory(setting.device) if memory_limit is None else memory_limit
             found, row["skipped"] = fit(peak, shape.batch_size, estimate_memory(variant, shape, sizes), limit)
         if not row["skipped"]:
             row["peak_memory_mb"] = found / 1e6
             sized = shape._replace(batch_size=row["batch_size"])
-            step = TrainingStep(variant, sized, setting, sizes, networks.get(variant.layer))
+            other = next(iter(networks.values()), None) if shape.translates else None
+            step = TrainingStep(variant, sized, setting, sizes, networks.get(variant.layer, other))
             networks[variant.layer] = step
             row["parameters"] = count_parameters(step.model)
             steps[variant, "network"], steps[variant, "output layer"] = step, step.output_layer
