@@ -207,10 +207,11 @@ def count_parameters(layer: str, shape: Shape) -> int:
 
 
 def fused_memory(kind: str, scores_per_token: int, k: int, tokens: int, parameters: int, smooth: bool, size: int = 4):
-    """Bytes of a fused loss at most: a chunk of scores twice, or six times where MoS smooths labels, and the gradients
-    of parameters before they are scaled."""
+    """Bytes of a fused loss at most: a chunk of scores twice, and the gradients of parameters before they are scaled.
+    Where MoS smooths labels, it holds a little more than four times a chunk, which took up to seven times of glibc's
+    heap."""
     chunk = longest(chunks(tokens, scores_per_token * size, k if kind == "mos" else 1)) * scores_per_token * size
-    return (6 if kind == "mos" and smooth else 2) * chunk + size * parameters
+    return (8 if kind == "mos" and smooth else 2) * chunk + size * parameters
 
 
 def paper_ratio(layer: str, shape: str, column: str) -> float | None:
