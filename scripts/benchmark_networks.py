@@ -47,13 +47,8 @@ from mixtape_plugin.analysis.benchmark_command import (  # noqa: E402
 )
 from mixtape_plugin.analysis.files import write_whole  # noqa: E402
 from mixtape_plugin.analysis.measuring import Setting  # noqa: E402
-from mixtape_plugin.analysis.network_benchmark import (  # noqa: E402
-    COLUMNS,
-    SHAPES,
-    SIZES,
-    TextShape,
-    benchmark,
-)
+from mixtape_plugin.analysis.network_benchmark import COLUMNS, benchmark  # noqa: E402
+from mixtape_plugin.analysis.network_workloads import SHAPES, SIZES, TextShape  # noqa: E402
 from mixtape_plugin.analysis.workloads import variants  # noqa: E402
 from mixtape_plugin.errors import UserError  # noqa: E402
 from mixtape_plugin.models.awd_lstm_lm import parse_hidden_sizes  # noqa: E402

@@ -12,7 +12,8 @@ import torch
 
 from mixtape_plugin.analysis import network_benchmark as library
 from mixtape_plugin.analysis.measuring import Budget, Setting
-from mixtape_plugin.analysis.network_benchmark import SHAPES, TrainingStep, benchmark, network_args
+from mixtape_plugin.analysis.network_benchmark import TrainingStep, benchmark
+from mixtape_plugin.analysis.network_workloads import SHAPES, network_args
 from mixtape_plugin.analysis.workloads import BASELINE, Variant, paper_ratio, variants
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "benchmark_networks.py"
