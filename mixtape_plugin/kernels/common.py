@@ -130,13 +130,13 @@ class Gradients:
 
 class _GradientInForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, compute, *inputs):
-        loss, nll, gradients = compute(ctx.needs_input_grad[1:], *inputs)
+    def forward(ctx, compute, smoothing, *inputs):
+        nll, spread, gradients = compute(ctx.needs_input_grad[2:], *inputs)
         ctx.save_for_backward(*gradients)
-        if loss is not nll:
+        if smoothing.epsilon > 0:
             ctx.mark_non_differentiable(nll)
-            return loss, nll
-        return loss, nll.clone()
+            return smoothing.loss(nll, spread), nll
+        return nll, nll.clone()
 
     @staticmethod
     def backward(ctx, grad_loss, grad_nll):
@@ -145,7 +145,7 @@ class _GradientInForward(torch.autograd.Function):
         scale = grad_loss + grad_nll  # of nll there is one only where it is the loss, and zero otherwise
         # A second [V, E] takes longer than all else here. Where backward may run again, what is saved has to stay.
         multiply = torch.mul if keeps_graph() else torch.Tensor.mul_
-        return (None, *(None if total is None else multiply(total, scale) for total in ctx.saved_tensors))
+        return (None, None, *(None if total is None else multiply(total, scale) for total in ctx.saved_tensors))
 
 
 def keeps_graph() -> bool:
@@ -154,14 +154,16 @@ def keeps_graph() -> bool:
     return tell is None or tell()
 
 
-def gradient_in_forward(compute, *inputs: Tensor):
+def gradient_in_forward(compute, smoothing: Smoothing, *inputs: Tensor):
     """The loss and negative log-likelihood of a function, and in backward the gradients that it gives with them.
 
     Args:
-        compute: takes which of the inputs need a gradient, and the inputs, and returns (loss, nll, gradients). Where
-            loss and nll are one and the same, both can be differentiated; else only the loss can.
+        compute: takes which of the inputs need a gradient, and the inputs, and returns nll, spread (not used without
+            label smoothing) and the gradients of the loss.
+        smoothing: without it loss and nll are the same, and both can be differentiated; else only the loss can.
     """
     with torch.autocast(inputs[0].device.type, enabled=False):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-            return _GradientInForward.apply(compute, *inputs)
-        return compute([False] * len(inputs), *inputs)[:2]
+            return _GradientInForward.apply(compute, smoothing, *inputs)
+        nll, spread, _ = compute([False] * len(inputs), *inputs)
+        return (smoothing.loss(nll, spread) if smoothing.epsilon > 0 else nll), nll

@@ -165,10 +165,9 @@ def mixtape_loss(
                 add_product_(gradients.gate_weight, gates.t(), gate_context, 1 / scale)
             if gradients.gate_contexts is not None:
                 add_transposed(gradients.gate_contexts[rows], gates, score.gate_matrix, 1 / scale)
-        loss = nll if smoothing.epsilon == 0 else smoothing.loss(nll, spread)
-        return loss, nll, gradients.all()
+        return nll, spread, gradients.all()
 
-    return gradient_in_forward(compute, contexts, prior, gate_contexts, weight, gate_weight, bias)
+    return gradient_in_forward(compute, smoothing, contexts, prior, gate_contexts, weight, gate_weight, bias)
 
 
 def add_transposed(total: Tensor, left: Tensor, right: Tensor, alpha: float) -> None:

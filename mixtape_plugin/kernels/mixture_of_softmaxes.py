@@ -113,7 +113,6 @@ def mixture_of_softmaxes_loss(
             if gradients.bias is not None:
                 ones = scores.new_ones(1, len(scores)) if share is None else share.t().to(dtype)
                 add_product_(gradients.bias.unsqueeze(0), ones, scores, 1 / scale)
-        loss = nll if smoothing.epsilon == 0 else smoothing.loss(nll, spread)
-        return loss, nll, gradients.all()
+        return nll, spread, gradients.all()
 
-    return gradient_in_forward(compute, contexts, prior, weight, bias)
+    return gradient_in_forward(compute, smoothing, contexts, prior, weight, bias)

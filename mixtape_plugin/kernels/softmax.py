@@ -66,7 +66,7 @@ def softmax_loss(
                 gradients.bias.add_(scores.sum(0, dtype=wide), alpha=1 / scale)
         nll = negative_log_likelihoods.sum()
         if smoothing.epsilon == 0:
-            return nll, nll, gradients.all()
+            return nll, None, gradients.all()
 
         others = torch.ones_like(offset)
         if mask is not None:
@@ -81,6 +81,6 @@ def softmax_loss(
             gradients.weight.addr_(others, context_sum, alpha=-smoothing.epsilon)
         if gradients.bias is not None:
             gradients.bias.sub_(others, alpha=smoothing.epsilon * len(target))
-        return smoothing.loss(nll, spread), nll, gradients.all()
+        return nll, spread, gradients.all()
 
-    return gradient_in_forward(compute, contexts, weight, bias)
+    return gradient_in_forward(compute, smoothing, contexts, weight, bias)

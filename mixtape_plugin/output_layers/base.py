@@ -129,11 +129,26 @@ class OutputLayer(nn.Module):
         if impl == "eager" or (impl == "auto" and type(self).fused_loss is OutputLayer.fused_loss):
             return self.eager_loss(features, target, label_smoothing, ignore_index)
         smoothing = Smoothing.over(self.vocab_size - len(set(self.masked_tokens)), label_smoothing)
-        return self.fused_loss(features, target, target.ne(ignore_index), smoothing)
+        counted = target.ne(ignore_index)
+        index = None if counted.all() else counted.flatten().nonzero().squeeze(1)  # asked of the GPU once
 
-    def fused_loss(self, features: Tensor, target: Tensor, counted: Tensor, smoothing: Smoothing):
-        """:meth:`loss` over the targets that are counted, by one of :mod:`mixtape_plugin.kernels`; for layers that
-        have none, ``auto`` is eager."""
+        def keep(tensor):
+            tensor = rows(tensor, counted.shape)
+            return tensor if index is None else tensor.index_select(0, index)
+
+        target = keep(target)
+        if self.has_locked_dropout:  # one mask a sequence: contexts are of whole sequences
+            return self.fused_loss(features, target, keep, smoothing)
+        return self.fused_loss(keep(features), target, lambda tensor: tensor, smoothing)
+
+    def fused_loss(self, features: Tensor, target: Tensor, keep, smoothing: Smoothing):
+        """:meth:`loss` by one of :mod:`mixtape_plugin.kernels`; for layers that have none, ``auto`` is eager.
+
+        Args:
+            features: [..., D]
+            target: those that are counted, [N].
+            keep: takes what belongs to features, [..., *], and returns what belongs to the targets, [N, *].
+        """
         raise NotImplementedError(f"--output-layer {self.config.output_layer} has no fused loss")
 
     def eager_loss(self, features: Tensor, target: Tensor, label_smoothing: float, ignore_index: int):
@@ -204,12 +219,6 @@ class MixtureLayer(OutputLayer):
 def rows(tensor: Tensor, leading: torch.Size) -> Tensor:
     """A tensor [..., *] as [N, *], its leading dimensions in one."""
     return tensor.reshape(leading.numel(), *tensor.shape[len(leading) :])
-
-
-def select(tensor: Tensor, counted: Tensor) -> Tensor:
-    """Of a tensor [..., *] those of the contexts [...] that are counted, [N, *]."""
-    tensor = rows(tensor, counted.shape)
-    return tensor if counted.all() else tensor[counted.flatten()]
 
 
 def embedding_width(config, feature_dim: int, tied_weight: Tensor | None) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.kernels.mixtape import mixtape_loss, mixtape_scores
-from mixtape_plugin.output_layers.base import MixtureLayer, rows, select
+from mixtape_plugin.output_layers.base import MixtureLayer, rows
 
 
 def sigmoid_tree(gates: Sequence[Tensor], leaves: Sequence[Tensor]) -> Tensor:
@@ -120,9 +120,8 @@ class Mixtape(MixtureLayer):
         rare = F.linear(sigmoid_tree(shared_gates, contexts), rare_weight, rare_bias)
         return torch.cat([frequent, rare], dim=-1)
 
-    def fused_loss(self, features, target, counted, smoothing):
-        factors = [select(tensor, counted) for tensor in self.factors(features)]
-        target = select(target, counted)
+    def fused_loss(self, features, target, keep, smoothing):
+        factors = [keep(tensor) for tensor in self.factors(features)]
         return mixtape_loss(
             *factors, self.weight, self.gate_weight, self.logit_bias, target, self.noise, smoothing,
             self.vocabulary_mask,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mixtape_plugin.kernels.common import at_least_float32
 from mixtape_plugin.kernels.mixture_of_softmaxes import mixture_of_softmaxes_log_probs, mixture_of_softmaxes_loss
-from mixtape_plugin.output_layers.base import MixtureLayer, rows, select
+from mixtape_plugin.output_layers.base import MixtureLayer, rows
 
 
 class MixtureOfSoftmaxes(MixtureLayer):
@@ -51,9 +51,8 @@ class MixtureOfSoftmaxes(MixtureLayer):
     def log_probs(self, features: Tensor) -> Tensor:
         return self(features)
 
-    def fused_loss(self, features, target, counted, smoothing):
-        contexts, prior = select(self.context_vectors(features), counted), select(self.prior(features), counted)
-        target = select(target, counted)
+    def fused_loss(self, features, target, keep, smoothing):
+        contexts, prior = keep(self.context_vectors(features)), keep(self.prior(features))
         return mixture_of_softmaxes_loss(
             contexts, prior, self.weight, self.logit_bias, target, smoothing, self.vocabulary_mask
         )

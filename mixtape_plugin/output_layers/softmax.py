@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.kernels.softmax import softmax_loss
-from mixtape_plugin.output_layers.base import OutputLayer, select
+from mixtape_plugin.output_layers.base import OutputLayer
 
 
 class Softmax(OutputLayer):
@@ -30,6 +30,5 @@ class Softmax(OutputLayer):
     def forward(self, features: Tensor) -> Tensor:
         return F.linear(features, self.weight, self.logit_bias)
 
-    def fused_loss(self, features, target, counted, smoothing):
-        features, target = select(features, counted), select(target, counted)
-        return softmax_loss(features, self.weight, self.logit_bias, target, smoothing, self.vocabulary_mask)
+    def fused_loss(self, features, target, keep, smoothing):
+        return softmax_loss(keep(features), self.weight, self.logit_bias, target, smoothing, self.vocabulary_mask)
