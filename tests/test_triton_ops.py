@@ -22,8 +22,10 @@ with mock.patch.dict(os.environ, MODE):
     from mixtape_plugin.kernels import triton_ops as ops
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# infinities are part of the tests; numpy, which the interpreter computes with, warns of them
-pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning")
+# infinities and NaN are part of the tests; numpy, which the interpreter computes with, warns of them
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(divide by zero|invalid value|overflow) encountered|All-NaN slice:RuntimeWarning"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -157,6 +159,20 @@ def test_overflow_is_not_hidden(bad):
         nll, spread, *_ = ops.mos_smoothing_(logits, None, prior, torch.tensor([5, 5], device=DEVICE), 0.9, 0.1, None)
         assert torch.isfinite(logits[0]).all() and torch.isfinite(nll[0])
         assert not torch.isfinite(logits[1]).all() and not torch.isfinite(nll[1]) and not torch.isfinite(spread[1])
+
+
+@pytest.mark.parametrize("wrong", [-1, 20, 2**40])
+def test_the_loss_of_a_target_outside_the_vocabulary_is_nan(wrong):
+    logits, _ = draw((2, 20), torch.float32)
+    nll, _ = ops.softmax_minus_label_(logits, None, torch.tensor([wrong, 3], device=DEVICE), 0.9)
+    assert nll[0].isnan() and nll[1].isfinite()
+
+    logits, _ = draw((2, 3, 20), torch.float32)
+    log_prior = torch.full((2, 3), -math.log(3), device=DEVICE)
+    bias = torch.zeros(20, device=DEVICE)
+    target = torch.tensor([wrong, 3], device=DEVICE)
+    nll, *_ = ops.mos_smoothing_(logits, bias, log_prior, target, 0.9, 0.01, None)
+    assert nll[0].isnan() and nll[1].isfinite()
 
 
 def test_no_tokens():

@@ -1,8 +1,8 @@
 """The elementwise operations of the fused losses as Triton kernels: the names and signatures of ``torch_ops``.
 
 Buffers are float64, float32, bfloat16 or float16; arithmetic is in float32 or better. Their last dimension is
-contiguous, the others have any strides, best multiples of 16. Targets are in [0, V): no kernel checks it. NaN and +∞
-among the scores reach the results, so that a loss scaler sees them.
+contiguous, the others have any strides, best multiples of 16. NaN and +∞ among the scores reach the results, so that a
+loss scaler sees them; the loss of a target that is not in [0, V) is NaN, where torch's own operations raise.
 
 Sizes and strides of rows, K and Python floats are compile-time constants: a new value compiles a kernel anew. Blocks
 are chosen by size alone: an autotuner would run a kernel again on its own output.
@@ -44,6 +44,13 @@ def load_scores(logits, bias, real, columns, size: tl.constexpr, ACC: tl.constex
 
 
 @triton.jit
+def load_target_score(logits, bias, real, answer, size: tl.constexpr, ACC: tl.constexpr):
+    inside = (answer >= 0) & (answer < size)
+    score = load_scores(logits, bias, real, tl.where(inside, answer, 0), size, ACC)
+    return tl.where(inside, score, float("nan"))
+
+
+@triton.jit
 def online_sum(highest, total, scores):
     """One step of Σ exp(score - highest), each lane on its own, with one exp: lanes are joined once, at the end."""
     shrink = tl.exp(-tl.abs(scores - highest))
@@ -68,9 +75,7 @@ def softmax_minus_label_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride_row
     answer = tl.load(target + row)
-    target_score = tl.load(logits + answer).to(ACC)
-    if bias is not None:
-        target_score += tl.load(bias + answer).to(ACC)
+    target_score = load_target_score(logits, bias, True, answer, size, ACC)
 
     highest = tl.full([BLOCK], LOWEST, ACC)
     total = tl.zeros([BLOCK], ACC)
@@ -172,9 +177,7 @@ def mos_smoothing_kernel(
     real = component < K
     logits += row * stride_row + component * stride_component  # [K_BLOCK, 1]
     answer = tl.load(target + row)
-    target_score = tl.load(logits + answer, mask=real, other=-float("inf")).to(ACC)
-    if bias is not None:
-        target_score += tl.load(bias + answer).to(ACC)
+    target_score = load_target_score(logits, bias, real, answer + 0 * component, size, ACC)
 
     highest = tl.full([K_BLOCK, BLOCK], LOWEST, ACC)
     total = tl.zeros([K_BLOCK, BLOCK], ACC)
