@@ -108,6 +108,11 @@ def parse(argv):
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens a step, instead of the shapes' own")
     parser.add_argument("--noise", action="store_true", help="with the papers' gate noise and dropout (default: none)")
     parser.add_argument(
+        "--prices",
+        action="store_true",
+        help="also, in the same rounds, what the papers' noise and dropout, and label smoothing .1, cost",
+    )
+    parser.add_argument(
         "--sweep",
         action="store_true",
         help=f"at one small shape, V of {', '.join(map(str, SWEEP_VOCAB_SIZES))} with one K for all, and "
@@ -124,11 +129,13 @@ def parse(argv):
     args.layers = list(dict.fromkeys(["softmax", *known]))
     shapes = [parse_shape(text) for text in args.shapes or ()]
     if args.sweep:
-        if len(shapes) > 1 or args.memory_budget is not None:
-            raise UserError("--sweep goes with at most one of --shapes and with no --memory-budget")
+        if len(shapes) > 1 or args.memory_budget is not None or args.prices:
+            raise UserError("--sweep goes with at most one of --shapes, and with neither --memory-budget nor --prices")
         if any(split_layer(layer)[1] for layer in layers):
             raise UserError("--sweep sets K itself: give --layers without it")
         shapes = shapes or [SWEEP_SHAPE]
+    elif args.prices and (args.noise or args.label_smoothing):
+        raise UserError("--prices is what --noise and --label-smoothing cost: give it without them")
     elif args.plot:
         raise UserError(f"--plot {args.plot} draws a sweep: add --sweep")
     shapes = shapes or [SHAPES[name] for name in ("ptb", "one-billion", "en-de")]
@@ -158,14 +165,17 @@ def cells(row) -> list:
     cells = [shape, row["layer"], row["impl"], number(row["memory_budget_gb"], "g"), at_least(row, "tokens")]
     cells += [milliseconds(row), number(row["us_per_token"], ",.1f")]
     cells += [number(row[name], ".2f") for name in ("time_ratio", "flop_ratio", "paper_ratio")]
-    cells += [number(row["matmul_share"], ".0%"), number(row["peak_memory_mb"], ",.0f")]
+    cells += [number(row["matmul_share"], ".0%")]
+    cells += [number(row[name], ".2f") for name in ("noise_ratio", "smoothing_ratio")]
+    cells += [number(row["peak_memory_mb"], ",.0f")]
     return [*cells, number(row["parameters"], ",")]
 
 
 def markdown(rows, facts) -> str:
     """The rows as a table."""
     names = ["shape", "layer", "impl", "budget, GB", "N", "ms, median (min–max)", "µs a token", "time ratio"]
-    names += ["FLOP ratio", "paper", "matmul", "memory, MB", "parameters"]
+    names += ["FLOP ratio", "paper", "matmul"]
+    names += ["with noise", "with smoothing", "memory, MB", "parameters"]
     return markdown_table(facts, names, 3, map(cells, rows))
 
 
@@ -224,14 +234,14 @@ def main(argv=None):
     chosen = variants(args.layers, args.impls)
     points = len(SWEEP_VOCAB_SIZES) + len(SWEEP_COMPONENTS) if args.sweep else len(args.shapes) * len(budgets)
     rows = []
-    with tqdm(total=points * turns(len(chosen), args.rounds), unit="turn") as bar:
+    with tqdm(total=points * turns(chosen, args.rounds, args.prices), unit="turn") as bar:
         for shape in args.shapes:
             bar.set_description(shape.shape)
             if args.sweep:
                 rows += sweep(shape, args.layers, args.impls, setting, args.rounds, limit, bar.update)
             else:
                 for budget in budgets:
-                    rows += benchmark(shape, chosen, setting, args.rounds, limit, budget, bar.update)
+                    rows += benchmark(shape, chosen, setting, args.rounds, limit, budget, args.prices, bar.update)
     print(markdown(rows, facts))
     write_outputs("benchmark_output_layers.py", args, COLUMNS, rows, facts, draw)
 

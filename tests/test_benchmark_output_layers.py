@@ -166,7 +166,7 @@ def test_layers_take_turns_and_medians_leave_the_warm_up_out(monkeypatch):
     done, variants = [], list(seconds)
     softmax, mixtape = benchmark(TINY, variants, Setting(), rounds=3, tick=done.append)
     assert order == variants * 4
-    assert sum(done) == library.turns(2, 3)
+    assert sum(done) == library.turns(variants, 3)
     assert (softmax["ms_median"], softmax["ms_min"], softmax["ms_max"]) == (2000, 1000, 6000)
     assert (mixtape["ms_median"], mixtape["ms_min"], mixtape["ms_max"]) == (5000, 3000, 7000)
     assert (softmax["time_ratio"], mixtape["time_ratio"]) == (1, 2.5)
@@ -174,6 +174,30 @@ def test_layers_take_turns_and_medians_leave_the_warm_up_out(monkeypatch):
     assert mixtape["peak_memory_mb"] == 5
     # 20 tokens, three products of 50·6 each, in 2 s; against 2·10^9 a second
     assert softmax["matmul_share"] == pytest.approx(20 * 3 * 300 / 2 / 2e9)
+
+
+def test_prices_are_measured_in_the_same_rounds(monkeypatch):
+    order = []
+
+    class FakeStep:
+        def __init__(self, variant, shape, setting, tied_weight):
+            self.key = variant, setting
+
+        def __call__(self):
+            order.append(self.key)
+            variant, setting = self.key
+            return {"softmax": 1, "mixtape": 2}[variant.layer] + 0.5 * setting.noise + setting.label_smoothing
+
+    monkeypatch.setattr(library, "Step", FakeStep)
+    monkeypatch.setattr(library, "MatrixProduct", FakeProduct)
+    monkeypatch.setattr(library, "peak_memory_of_fresh_process", lambda *args: 0)
+    done, variants = [], [BASELINE, Variant("softmax", "torch"), Variant("mixtape", "fused")]
+    softmax, peer, mixtape = benchmark(TINY, variants, Setting(), rounds=2, prices=True, tick=done.append)
+    assert len(set(order)) == 6 and order == order[:6] * 3
+    assert sum(done) == library.turns(variants, 2, prices=True)
+    assert (softmax["ms_median"], softmax["noise_ratio"], softmax["smoothing_ratio"]) == (1000, None, 1.1)
+    assert (peer["noise_ratio"], peer["smoothing_ratio"]) == (None, None)
+    assert (mixtape["ms_median"], mixtape["noise_ratio"], mixtape["smoothing_ratio"]) == (2000, 1.25, 1.05)
 
 
 def test_what_is_too_large_is_skipped_and_not_run(monkeypatch):
@@ -196,11 +220,12 @@ def test_what_is_too_large_is_skipped_and_not_run(monkeypatch):
     assert mos["skipped"].startswith("does not fit in") and mos["peak_memory_mb"] is None
     assert mos["flop_ratio"] > 2.9 and mos["parameters"] > 0
     assert fused["skipped"] is None and fused["time_ratio"] > 0
-    assert sum(done) == library.turns(5, 1)
+    assert sum(done) == library.turns(variants, 1)
 
     done.clear()
-    rows = benchmark(TINY, [BASELINE, Variant("mos")], Setting(), 2, memory_limit=0, tick=done.append)
-    assert [row["time_ratio"] for row in rows] == [None, None] and sum(done) == library.turns(2, 2)
+    variants = [BASELINE, Variant("mos")]
+    rows = benchmark(TINY, variants, Setting(), 2, memory_limit=0, prices=True, tick=done.append)
+    assert [row["time_ratio"] for row in rows] == [None, None] and sum(done) == library.turns(variants, 2, prices=True)
 
 
 def search(bytes_of, budget, start=64, least=17, most=10**6):
@@ -360,7 +385,7 @@ def test_run_from_the_command_line(tmp_path):
 
     table = [line for line in process.stdout.splitlines() if line.startswith("|")]
     assert len(table) == 2 + len(rows)
-    assert {line.count("|") for line in table} == {14}
+    assert {line.count("|") for line in table} == {16}
     assert f"machine {rows[0]['machine']}, " in process.stdout.splitlines()[0]
 
 
@@ -420,9 +445,15 @@ def test_softmax_is_always_there_and_layers_may_name_their_components():
 
 def test_a_sweep_sets_components_and_has_one_shape():
     assert script.parse(["--sweep"]).shapes == [workloads.SWEEP_SHAPE]
-    for options in (["--layers", "mos-3"], ["--shapes", "ptb", "en-de"], ["--memory-budget", "0.1"]):
+    for options in (["--layers", "mos-3"], ["--shapes", "ptb", "en-de"], ["--memory-budget", "0.1"], ["--prices"]):
         with pytest.raises(UserError, match="--sweep"):
             script.parse(["--sweep", *options])
+
+
+@pytest.mark.parametrize("options", [["--noise"], ["--label-smoothing", "0.1"]])
+def test_prices_are_of_what_is_off(options):
+    with pytest.raises(UserError, match="--prices"):
+        script.parse(["--prices", *options])
 
 
 @pytest.mark.gpu

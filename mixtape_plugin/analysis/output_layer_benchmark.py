@@ -47,7 +47,8 @@ TINY = 16  # tokens of the step that peak memory is measured against
 COLUMNS = (
     *("shape", "sweep", "sweep_value", "vocab_size", "embed_dim", "feature_dim", "num_components", "frequent_ratio"),
     *("layer", "impl", "memory_budget_gb", "tokens", "fits_more", "ms_median", "ms_min", "ms_max", "us_per_token"),
-    *("time_ratio", "flop_ratio", "paper_ratio", "matmul_share", "peak_memory_mb", "parameters", "skipped"),
+    *("time_ratio", "flop_ratio", "paper_ratio", "matmul_share", "noise_ratio", "smoothing_ratio"),
+    *("peak_memory_mb", "parameters", "skipped"),
 )
 
 
@@ -137,9 +138,20 @@ def estimate_memory(variant: Variant, shape: Shape, setting: Setting) -> int:
     return fixed + wide * shape.tokens * values
 
 
-def turns(variants: int, rounds: int) -> int:
+def settings_of(variant: Variant, setting: Setting, prices: bool) -> dict:
+    """What a variant is timed in, under the name of the column: as it is and, for ``prices``, with what it costs."""
+    settings = {"ms_median": setting}
+    if prices and variant.layer != "softmax":  # which has no noise
+        settings["noise_ratio"] = setting._replace(noise=True)
+    if prices and variant.impl not in PEERS:
+        settings["smoothing_ratio"] = setting._replace(label_smoothing=0.1)
+    return settings
+
+
+def turns(variants, rounds: int, prices: bool = False) -> int:
     """What :func:`benchmark` counts: one for the memory of each variant, and each turn, the matrix product's too."""
-    return variants * (rounds + 2) + rounds + 1
+    steps = sum(len(settings_of(variant, Setting(), prices)) for variant in variants)
+    return len(variants) + (steps + 1) * (rounds + 1)
 
 
 def benchmark(
@@ -149,6 +161,7 @@ def benchmark(
     rounds: int,
     memory_limit=None,
     budget: Budget | None = None,
+    prices: bool = False,
     tick=lambda steps: None,
 ) -> list:
     """Measures the variants at one shape: peak memory first, then time, by :func:`take_turns`.
@@ -157,6 +170,8 @@ def benchmark(
         variants: of :func:`variants`.
         memory_limit: bytes; a variant that needs more by :func:`estimate_memory` is skipped (default: what is free).
         budget: instead of the shape's N, the largest that fits, by :func:`largest_batch`.
+        prices: also time each variant with the papers' noise and with label smoothing .1, in the same rounds:
+            ``noise_ratio`` and ``smoothing_ratio`` are its times over those without.
         tick: called with the number of turns done, of :func:`turns`.
 
     Returns:
@@ -191,7 +206,7 @@ def benchmark(
         if skipped is None:
             row["peak_memory_mb"] = found / 1e6
             run[variant] = row
-        tick(1 if skipped is None else rounds + 2)
+        tick(1 if skipped is None else turns([variant], rounds, prices) - rounds - 1)
 
     if not run:
         tick(rounds + 1)
@@ -199,12 +214,19 @@ def benchmark(
     # one embedding for all: five of One Billion Word's would take 2 GB
     embedding = torch.nn.Parameter(torch.empty(shape.vocab_size, shape.embed_dim))
     torch.nn.init.normal_(embedding, std=shape.embed_dim**-0.5)
-    steps = {v: Step(v, shape._replace(tokens=row["tokens"]), setting, embedding) for v, row in run.items()}
+    steps = {
+        (variant, column): Step(variant, shape._replace(tokens=row["tokens"]), its, embedding)
+        for variant, row in run.items()
+        for column, its in settings_of(variant, setting, prices).items()
+    }
     product = MatrixProduct(setting)
     times = take_turns({**steps, product: product}, rounds, tick)
     multiply_adds_a_ms = product.width**3 / statistics.median(times[product])
     for variant, row in run.items():
-        row.update(summary(times[variant]))
+        row.update(summary(times[variant, "ms_median"]))
+        for column in settings_of(variant, setting, prices):
+            if column != "ms_median":
+                row[column] = statistics.median(times[variant, column]) / row["ms_median"]
         row["us_per_token"] = 1000 * row["ms_median"] / row["tokens"]
         speed = row["tokens"] * 3 * multiply_adds(variant.layer, shape) / row["ms_median"]
         row["matmul_share"] = speed / multiply_adds_a_ms
