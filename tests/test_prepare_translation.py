@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import io
+import json
 import os
 import random
 import re
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import sacrebleu
 import sacremoses
 from recipes import files, lines, load_script, mistake, multi30k_lines, output, run, start, stub, write_archive
 from subword_nmt import apply_bpe, learn_bpe
@@ -142,6 +144,17 @@ def archives(tmp_path_factory):
 # ------------------------------------------------------------------------------------------------- running prepare.sh
 
 
+def assert_leads_to_a_score(example, data, save):
+    """What prepare.sh wrote is what train.sh and evaluate.sh take."""
+    output(example, "train.sh", "softmax", "--smoke", "--data", data, "--save", save)
+    output(example, "evaluate.sh", save, "--data", data, "--last", 2, "--cpu")
+    hypotheses = lines(save / "test.hyp")
+    assert len(hypotheses) == 6 and not any("@@" in line or "\u2581" in line for line in hypotheses)
+    (bleu,) = [row["score"] for row in json.loads((save / "score.json").read_text()) if row["metric"] == "BLEU 13a"]
+    (references,) = data.glob("text/raw.test.[df]*")
+    assert bleu == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [lines(references)]).score, abs=0.01)
+
+
 def moses(language, sentences):
     """sacremoses itself, as its command line does it."""
     normalizer, tokenizer = sacremoses.MosesPunctNormalizer(language), sacremoses.MosesTokenizer(language)
@@ -157,10 +170,10 @@ def en_de(archives, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_english_german(en_de):
-    out, output = en_de
+def test_english_german(en_de, tmp_path):
+    out, said = en_de
     text = out / "text"
-    assert "prepare.sh: needs 10 GB of disk in" in output.splitlines()[0]
+    assert "prepare.sh: needs 10 GB of disk in" in said.splitlines()[0]
     for language in ("en", "de"):
         raw = sentences(150, language, 1) + crawl(language) + sentences(30, language, 5)
         raw = raw.decode("utf-8", "replace").replace("\r", "").replace("\u2028", " ").replace("\x0c", " ")
@@ -178,8 +191,8 @@ def test_english_german(en_de):
         kept = (kept + sentences(30, language, 5)).decode().replace("\u2028", " ").replace("\x0c", " ").split("\n")[:-1]
         assert lines(text / f"tok.train.{language}") == moses(language, kept)
     report = "pairs kept: 303 of 311; dropped: empty 2, too long 3, lengths too different 2, not UTF-8 1"
-    assert report in output and (text / "cleaned").read_text() == report + "\n"
-    assert f"not the original: {text}/raw.train.en has 311 lines, not 4548885" in output
+    assert report in said and (text / "cleaned").read_text() == report + "\n"
+    assert f"not the original: {text}/raw.train.en has 311 lines, not 4548885" in said
 
     counts = [int(line.split()[1]) for line in lines(out / "dict.de.txt")]
     subwords = [
@@ -188,6 +201,7 @@ def test_english_german(en_de):
     assert counts == sorted(counts, reverse=True) and sum(counts) == len(subwords)
     assert (out / "dict.de.txt").read_bytes() == (out / "dict.en.txt").read_bytes()
     assert not [name for name in files(out) if ".part" in name or "binarizing" in name]
+    assert_leads_to_a_score("wmt14_en_de", out, tmp_path / "save")
 
 
 @pytest.mark.slow
@@ -342,6 +356,7 @@ def test_english_french_downloaded(archives, tmp_path):
     assert run(*args, **{**environment, "WMT_URL": "file:///nowhere"}).returncode == 1  # other settings
     assert run(*args, **environment).returncode == 0
     assert files(tmp_path / "en_fr") == before
+    assert_leads_to_a_score("wmt14_en_fr", tmp_path / "en_fr", tmp_path / "save")
 
 
 @needs_curl
