@@ -100,7 +100,7 @@ def parse(argv):
     parser.add_argument("--batch-size", type=int, metavar="B", help="columns or sentences; default: the shape's")
     parser.add_argument("--segment-length", type=int, metavar="T", help="time steps; default: the shape's")
     parser.add_argument("--plot", metavar="FILE", help="also draw the steps as bars: .png, .pdf or .svg")
-    add_common_options(parser, OUTPUT_IMPLS)
+    add_common_options(parser, OUTPUT_IMPLS, "eager, fused", "that of the shape's recipe")
     args = parser.parse_args(argv)
 
     check_common_options(args, batch_size=1, segment_length=1)

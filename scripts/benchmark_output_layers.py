@@ -119,7 +119,7 @@ def parse(argv):
         f"K of {', '.join(map(str, SWEEP_COMPONENTS))}",
     )
     parser.add_argument("--plot", metavar="FILE", help="with --sweep, time and memory: .png, .pdf or .svg")
-    add_common_options(parser, [*OUTPUT_IMPLS, *PEERS])
+    add_common_options(parser, [*OUTPUT_IMPLS, *PEERS], "eager, fused, and others where installed", "0")
     parser.set_defaults(label_smoothing=0.0)
     args = parser.parse_args(argv)
 
@@ -134,8 +134,8 @@ def parse(argv):
         if any(split_layer(layer)[1] for layer in layers):
             raise UserError("--sweep sets K itself: give --layers without it")
         shapes = shapes or [SWEEP_SHAPE]
-    elif args.prices and (args.noise or args.label_smoothing):
-        raise UserError("--prices is what --noise and --label-smoothing cost: give it without them")
+    elif args.prices and (args.noise or args.label_smoothing or args.memory_budget is not None):
+        raise UserError("--prices is what --noise and --label-smoothing cost: give it without them and --memory-budget")
     elif args.plot:
         raise UserError(f"--plot {args.plot} draws a sweep: add --sweep")
     shapes = shapes or [SHAPES[name] for name in ("ptb", "one-billion", "en-de")]

@@ -12,13 +12,12 @@ archive = zipfile.ZipFile(sys.argv[1])
 shutil.copyfileobj(archive.open(name), sys.stdout.buffer)' "$1" "$2" 2>/dev/null
 }
 binarize() { # binarize FOLDER FLAGS...: fairseq-preprocess with the dictionary $dict
-  local folder=$1 said
+  local folder=$1
   shift
   [ ! -f "$folder/dict.txt" ] || return 0
   rm -rf "$folder/binarizing"
   # No padding of the dictionary: every symbol of it is one of the text.
-  said=$(last_words fairseq-preprocess --only-source --padding-factor 1 --srcdict "$dict" --workers "$workers" \
-    --destdir "$folder/binarizing" "$@") || die "fairseq-preprocess failed: $said; running it again goes on from $text"
+  preprocess --only-source --padding-factor 1 --srcdict "$dict" --workers "$workers" --destdir "$folder/binarizing" "$@"
   mv "$folder"/binarizing/{preprocess.log,*.bin,*.idx} "$folder/"
   mv "$folder/binarizing/dict.txt" "$folder/" # last: fairseq-train takes no data without it
   rm -r "$folder/binarizing"

@@ -171,8 +171,9 @@ def measure(command):
     listener.start()
     then = time.time()
     while process.poll() is None:
+        held = resident(process.pid)
         stage = stages.setdefault(said[-1], [0.0, 0])
-        stage[1] = max(stage[1], resident(process.pid))
+        stage[1] = max(stage[1], held)
         time.sleep(0.05)
         stage[0] += time.time() - then
         then = time.time()
@@ -220,14 +221,16 @@ def main():
     parser.add_argument("--limits", action="store_true", help="also what learns, at its largest size")
     args = parser.parse_args()
     sizes, measured = sorted(args.pairs), []
-    args.folder.mkdir(parents=True, exist_ok=True)
+    if args.folder.exists() or " " in str(args.folder):
+        sys.exit(f"measure_preparation.py: {args.folder} exists already or has a space in its name; give a new folder")
+    args.folder.mkdir(parents=True)
     if args.limits:
         measure_limits(args.folder, args.workers, args.merges)
     for pairs in sizes:
         archives, out = args.folder / f"archives.{pairs}", args.folder / f"data.{pairs}"
         write_archives(archives, pairs)
-        options = f"--from {archives} --out {out} --workers {args.workers} --merges {args.merges}"
-        stages = measure([str(ROOT / "examples" / "wmt14_en_fr" / "prepare.sh"), *options.split()])
+        options = ["--from", archives, "--out", out, "--workers", args.workers, "--merges", args.merges]
+        stages = measure([ROOT / "examples" / "wmt14_en_fr" / "prepare.sh", *map(str, options)])
         with open(out / "text" / "words", "rb") as file:
             print(f"{pairs:,} pairs have {sum(1 for _ in file):,} different words", flush=True)
         measured.append(stages)
@@ -236,7 +239,7 @@ def main():
     if len(sizes) < 2:
         return
     print(f"Projected to {PROJECTED:,} pairs by a line through the two largest texts:")
-    for stage in measured[-1]:
+    for stage in [stage for stage in measured[-1] if stage in measured[-2]]:
         less, more = (stages[stage][1] / 2**20 for stages in measured[-2:])
         projected = more + (more - less) / (sizes[-1] - sizes[-2]) * (PROJECTED - sizes[-1])
         print(f"| {stage} | {less:,.0f} MiB | {more:,.0f} MiB | {projected:,.0f} MiB |")

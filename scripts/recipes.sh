@@ -40,11 +40,17 @@ begin() { # begin OUT SETTINGS: the folder $text for the text, which remembers h
   command -v fairseq-preprocess >/dev/null || die "fairseq-preprocess is not installed; scripts/setup.sh sets up all that is needed"
   text=$1/text
   mkdir -p "$text"
-  [ -f "$text/settings" ] || { echo "$2" >"$text/settings.part" && mv "$text/settings.part" "$text/settings"; }
+  if [ ! -f "$text/settings" ]; then
+    echo "$2" >"$text/settings.part"
+    mv "$text/settings.part" "$text/settings"
+  fi
   [ "$(cat "$text/settings")" = "$2" ] ||
     die "$1 was prepared with other settings ($(cat "$text/settings")); choose another --out or remove it"
 }
-last_words() { "$@" 2>&1 | tail -n 1; } # last_words COMMAND...: the last line of what it says, which needs no disk
+preprocess() { # preprocess FLAG...: fairseq-preprocess; of what it says, the last line where it fails, without a file for it
+  local said
+  said=$(fairseq-preprocess "$@" 2>&1 | tail -n 1) || die "fairseq-preprocess failed ($?): $said; running it again goes on from $text"
+}
 checksum() { # checksum md5|sha256 FILE
   python -c 'import hashlib, sys
 digest = hashlib.new(sys.argv[1])

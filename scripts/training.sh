@@ -86,15 +86,12 @@ count_gpus() { # $gpus, where --gpus did not give it: those that fairseq will us
     return
   fi
   visible=$(python -c 'import torch; print(torch.cuda.device_count())') || die "torch is not installed; scripts/setup.sh sets up all that is needed"
-  if [ -n "${SLURM_STEP_NODELIST-}" ]; then
-    gpus=${gpus:-$((visible * ${SLURM_NNODES:-1}))} # as many on each node of the step
-  else
-    [ "${gpus:-1}" -le $((visible > 0 ? visible : 1)) ] ||
-      die "--gpus is $gpus, more than the $visible that are visible; those of other nodes count under srun only"
-    gpus=${gpus:-$visible}
-  fi
+  # Under srun, as many on each node of the step; fairseq would wait for ever for more.
+  [ -z "${SLURM_STEP_NODELIST-}" ] || visible=$((visible * ${SLURM_NNODES:-1}))
   [ "$visible" != 0 ] || echo "train.sh: no GPU is visible, training on the CPU" >&2
-  [ "$gpus" != 0 ] || gpus=1
+  [ "${gpus:-1}" -le $((visible > 0 ? visible : 1)) ] ||
+    die "--gpus is $gpus, more than the $visible that are visible; those of other nodes count under srun only"
+  gpus=${gpus:-$((visible > 0 ? visible : 1))}
 }
 
 # split_update TOKENS GPUS MOST: an update of TOKENS as GPUS times $update_freq times $max_tokens, with $max_tokens at most MOST and

@@ -113,13 +113,11 @@ subwords() { # subwords [--clean]: from $text/raw.* to binarized data
 
   # One dictionary. fairseq orders it by frequency over both languages, as Mixtape's gate sharing needs: its first half
   # gets gates of its own. No padding: every symbol of the vocabulary is one of the text.
-  local said
   if [ ! -f "$out/dict.$target.txt" ]; then
     echo "prepare.sh: $out/binarizing" >&2
     rm -rf "$out/binarizing"
-    said=$(last_words fairseq-preprocess --source-lang en --target-lang "$target" --joined-dictionary --padding-factor 1 \
-      --trainpref "$text/bpe.train" --validpref "$text/bpe.valid" --testpref "$text/bpe.test" --workers "$workers" \
-      --destdir "$out/binarizing") || die "fairseq-preprocess failed: $said; running it again goes on from $text"
+    preprocess --source-lang en --target-lang "$target" --joined-dictionary --padding-factor 1 --workers "$workers" \
+      --trainpref "$text/bpe.train" --validpref "$text/bpe.valid" --testpref "$text/bpe.test" --destdir "$out/binarizing"
     mv "$out"/binarizing/{train,valid,test}.* "$out/binarizing/dict.en.txt" "$out/"
     mv "$out/binarizing/dict.$target.txt" "$out/" # last: fairseq-train takes no data without it
     rm -r "$out/binarizing"

@@ -450,7 +450,7 @@ def test_a_sweep_sets_components_and_has_one_shape():
             script.parse(["--sweep", *options])
 
 
-@pytest.mark.parametrize("options", [["--noise"], ["--label-smoothing", "0.1"]])
+@pytest.mark.parametrize("options", [["--noise"], ["--label-smoothing", "0.1"], ["--memory-budget", "0.1"]])
 def test_prices_are_of_what_is_off(options):
     with pytest.raises(UserError, match="--prices"):
         script.parse(["--prices", *options])

@@ -279,7 +279,7 @@ def test_full_disk(en_de, archives, tmp_path):
     tool = Path(sys.executable).parent / "fairseq-preprocess"
     full = 'for folder; do :; done; mkdir "$folder"; ln -s /dev/full "$folder/train.en-de.de.bin"'
     venv = stub(tmp_path / "venv", fairseq_preprocess=f'{full}; exec {tool} "$@"')
-    message = "prepare.sh: fairseq-preprocess failed: OSError: [Errno 28] No space left on device; "
+    message = "prepare.sh: fairseq-preprocess failed (1): OSError: [Errno 28] No space left on device; "
     assert mistake(*args, MIXTAPE_VENV=venv) == message + f"running it again goes on from {text}"
     assert not list(out.glob("dict.*"))
 
@@ -308,7 +308,9 @@ def test_full_disk_while_downloading(archives, tmp_path):
 
     (text / "settings").unlink()  # which tell how the text was begun, and must not be there by half
     (text / "settings.part").symlink_to("/dev/full")
-    assert run(*args, WMT_URL=server.as_uri()).returncode == 1 and not (text / "settings").exists()
+    done = run(*args, WMT_URL=server.as_uri())
+    assert done.returncode == 1 and not (text / "settings").exists()
+    assert "No space left on device" in done.stderr.splitlines()[-1]
 
 
 @needs_curl

@@ -162,17 +162,17 @@ def test_overflow_is_not_hidden(bad):
 
 
 @pytest.mark.parametrize("wrong", [-1, 20, 2**40])
-def test_the_loss_of_a_target_outside_the_vocabulary_is_nan(wrong):
+def test_loss_and_gradient_of_a_target_outside_the_vocabulary_are_nan(wrong):
     logits, _ = draw((2, 20), torch.float32)
     nll, _ = ops.softmax_minus_label_(logits, None, torch.tensor([wrong, 3], device=DEVICE), 0.9)
-    assert nll[0].isnan() and nll[1].isfinite()
+    assert nll[0].isnan() and logits[0].isnan().all() and nll[1].isfinite() and logits[1].isfinite().all()
 
     logits, _ = draw((2, 3, 20), torch.float32)
     log_prior = torch.full((2, 3), -math.log(3), device=DEVICE)
     bias = torch.zeros(20, device=DEVICE)
     target = torch.tensor([wrong, 3], device=DEVICE)
     nll, *_ = ops.mos_smoothing_(logits, bias, log_prior, target, 0.9, 0.01, None)
-    assert nll[0].isnan() and nll[1].isfinite()
+    assert nll[0].isnan() and logits[0].isnan().all() and nll[1].isfinite() and logits[1].isfinite().all()
 
 
 def test_no_tokens():

@@ -211,6 +211,9 @@ def test_more_gpus_than_are_visible(no_data, printing, tmp_path):
             assert mistake(*args, cpu, MIXTAPE_VENV=printing, GPUs=visible) == message
     assert not save.exists()
     slurm = {"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_NNODES": 2, "SLURM_PROCID": 0}
+    args = [example, "train.sh", *flags, "--data", no_data, "--save", save]
+    message = "train.sh: --gpus is 8, more than the 6 that are visible; those of other nodes count under srun only"
+    assert mistake(*args, MIXTAPE_VENV=printing, GPUs=3, **slurm) == message
     args, _ = flags_of(example, no_data, printing, save, *flags, GPUs=4, **slurm)
     assert (args.distributed_world_size, args.max_tokens, args.update_freq) == (8, 4096, [1])
 

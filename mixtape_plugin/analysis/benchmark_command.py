@@ -18,16 +18,16 @@ from mixtape_plugin.analysis.measuring import ROOT, Budget, available_memory
 from mixtape_plugin.errors import UserError
 
 
-def add_common_options(parser: argparse.ArgumentParser, impls) -> None:
-    """The options of both, `impls` the choices of ``--impls``."""
+def add_common_options(parser: argparse.ArgumentParser, impls, default_impls: str, default_smoothing: str) -> None:
+    """The options of both, `impls` the choices of ``--impls``, and what the help says of two defaults."""
     parser.add_argument(
         "--impls",
         nargs="+",
         choices=impls,
         metavar="IMPL",
-        help=f"of {', '.join(impls)}; softmax always runs eager; default: eager, fused, and others where installed",
+        help=f"of {', '.join(impls)}; softmax always runs eager; default: {default_impls}",
     )
-    parser.add_argument("--label-smoothing", type=float, metavar="E", help="default: %(default)s")
+    parser.add_argument("--label-smoothing", type=float, metavar="E", help=f"default: {default_smoothing}")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="after the warm-up; default: %(default)s")
     parser.add_argument("--threads", type=int, metavar="N", help="of the CPU; default: what torch would use")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

@@ -66,7 +66,7 @@ def memory_errors():
     try:
         yield
     except RuntimeError as error:  # torch has several words for it, on a CPU and on a GPU
-        if "allocate" in str(error):
+        if "alloc" in str(error).lower():
             raise MemoryError from None
         raise
 

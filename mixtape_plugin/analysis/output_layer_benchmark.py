@@ -197,7 +197,9 @@ def benchmark(
                 row.update(tokens=tokens or None, fits_more=tokens == most)
                 skipped = None if tokens else f"{TINY + 1} tokens do not fit in {budget.bytes / 1e9:.3g} GB"
             else:
-                found, skipped = fit(peak, shape.tokens, estimate_memory(variant, shape, setting), limit)
+                settings = settings_of(variant, setting, prices).values()
+                estimate = max(estimate_memory(variant, shape, its) for its in settings)
+                found, skipped = fit(peak, shape.tokens, estimate, limit)
         except Exception as error:
             if variant.impl not in PEERS:
                 raise

@@ -2,7 +2,7 @@
 
 Buffers are float64, float32, bfloat16 or float16; arithmetic is in float32 or better. Their last dimension is
 contiguous, the others have any strides, best multiples of 16. NaN and +∞ among the scores reach the results, so that a
-loss scaler sees them; the loss of a target that is not in [0, V) is NaN, where torch's own operations raise.
+loss scaler sees them; where a target is not in [0, V), loss and gradients are NaN (torch's own operations raise).
 
 Sizes and strides of rows, K and Python floats are compile-time constants: a new value compiles a kernel anew. Blocks
 are chosen by size alone: an autotuner would run a kernel again on its own output.
@@ -89,7 +89,7 @@ def softmax_minus_label_kernel(
     tl.store(log_sum_exp + row, tl.log(norm) + top)
 
     tl.debug_barrier()  # every thread has read its target's score before another overwrites it
-    inverse = scale / norm
+    inverse = tl.where((answer >= 0) & (answer < size), scale / norm, float("nan"))
     for start in range(0, size, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         scores = load_scores(logits, bias, True, columns, size, ACC)

@@ -130,7 +130,7 @@ class OutputLayer(nn.Module):
             return self.eager_loss(features, target, label_smoothing, ignore_index)
         smoothing = Smoothing.over(self.vocab_size - len(set(self.masked_tokens)), label_smoothing)
         counted = target.ne(ignore_index)
-        index = None if counted.all() else counted.flatten().nonzero().squeeze(1)  # asked of the GPU once
+        index = None if counted.all() else counted.flatten().nonzero().squeeze(1)  # asked of the GPU once for all
 
         def keep(tensor):
             tensor = rows(tensor, counted.shape)
