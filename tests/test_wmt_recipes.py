@@ -23,7 +23,8 @@ from mixtape_plugin.analysis.workloads import SHAPES, multiply_adds
 
 collect_results = load_script("collect_results")
 EXAMPLES = {"wmt14_en_de": "de", "wmt14_en_fr": "fr"}
-SMOKE = {"wmt14_en_de": ("softmax", "mixtape"), "wmt14_en_fr": ("moc", "mos")}  # trained; trained and evaluated
+# All are trained, the last is evaluated too; softmax in test_prepare_translation.py.
+SMOKE = {"wmt14_en_de": ("mixtape",), "wmt14_en_fr": ("moc", "mos")}
 WORDS = {
     "en": ["dog", "man", "wo@@ man", "T-shirt", "gui@@ tar", "street", "plays", "runs", "sees"],
     "de": ["Hund", "Mann", "Frau", "T-Shirt", "Gi@@ tarre", "Stra@@ ße", "spielt", "läuft", "sieht"],
@@ -78,7 +79,7 @@ def test_from_binarized_text_to_the_table(example, data, tmp_path, capsys):
         assert model["decoder.layers.1.fc1.weight"].shape == (4 * width, width)
         assert ("decoder.output_projection.gate_embedding" in model) == (layer == "mixtape")
 
-    first, last = SMOKE[example]
+    last = SMOKE[example][-1]
     save = tmp_path / last
     printed = output(example, "evaluate.sh", save, "--data", data, "--last", 2, "--cpu")
     paths = sorted(save.glob("checkpoint_*_*.pt"), key=lambda path: int(path.stem.split("_")[2]))
@@ -94,14 +95,16 @@ def test_from_binarized_text_to_the_table(example, data, tmp_path, capsys):
     nll, ppl = re.fullmatch(r"test nll_loss ([\d.]+) \| ppl ([\d.]+)\n", perplexity).groups()
     assert float(nll) == pytest.approx(math.log2(types), abs=0.8)
 
-    collect_results.main([str(tmp_path / first), str(save), "--csv", str(tmp_path / "results.csv")])
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[:4]]
-    trained, evaluated = (dict(zip(table[0], row)) for row in table[2:])
-    names = {"softmax": "softmax", "mos": "mos-9", "moc": "moc-9", "mixtape": "mixtape-4"}
-    assert [row["layer"] for row in (trained, evaluated)] == [names[first], names[last]]
-    for row in (trained, evaluated):
+    folders = [str(tmp_path / layer) for layer in SMOKE[example]]
+    collect_results.main([*folders, "--csv", str(tmp_path / "results.csv")])
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    *trained, evaluated = (dict(zip(table[0], row)) for row in table[2 : 2 + len(folders)])
+    names = {"mos": "mos-9", "moc": "moc-9", "mixtape": "mixtape-4"}
+    assert [row["layer"] for row in (*trained, evaluated)] == [names[layer] for layer in SMOKE[example]]
+    for row in (*trained, evaluated):
         assert (row["seed"], row["updates"], row["ended"]) == ("3", "10", "yes")
-    assert (evaluated["test ppl"], trained["test ppl"], trained["BLEU 13a"]) == (ppl, "not run", "not run")
+    assert evaluated["test ppl"] == ppl
+    assert all((row["test ppl"], row["BLEU 13a"]) == ("not run", "not run") for row in trained)
     assert evaluated["BLEU 13a"] == f"{scores['BLEU 13a']['score']:.2f}"
     (row,) = [row for row in csv.DictReader(open(tmp_path / "results.csv")) if row["training"] == last]
     assert float(row["chrF"]) == scores["chrF"]["score"] and row["chrF signature"] == scores["chrF"]["signature"]
