@@ -23,6 +23,7 @@ from fairseq.data import Dictionary, data_utils, indexed_dataset, language_pair_
 from fairseq.distributed import utils as distributed_utils
 from fairseq.modules import dynamic_crf_layer
 from fairseq.tasks import translation
+from fairseq.trainer import Trainer
 from omegaconf import OmegaConf
 
 from mixtape_plugin.errors import UserError
@@ -44,6 +45,7 @@ def apply() -> None:
     broadcast_plain_options()
     refuse_broken_data()
     train_bf16_without_xla()
+    name_the_update_that_diverged()
 
 
 def _replace(owner, name: str, make_wrapper) -> None:
@@ -316,6 +318,27 @@ def train_bf16_without_xla() -> None:
 
 
 # --------------------------------------------------------------------------------------- what the user reads
+
+
+def name_the_update_that_diverged() -> None:
+    """Say in one sentence at which update gradients were no numbers, or fp16's loss scale came to its end."""
+
+    def wrapper(train_step):
+        def train_step_or_say(self, *args, **kwargs):
+            try:
+                return train_step(self, *args, **kwargs)
+            except FloatingPointError as error:
+                if "gradients are Nan/Inf" not in str(error) and "Minimum loss scale reached" not in str(error):
+                    raise
+                raise UserError(
+                    f"{str(error).rstrip('.')} at update {self.get_num_updates() + 1}: lower --lr; checkpoints that "
+                    "were saved before are as they were"
+                ) from error
+
+        return train_step_or_say
+
+    _replace(Trainer, "train_step", wrapper)
+
 
 # (beginning of the message as a regular expression, category); each was seen in a log of fairseq-train or -generate.
 KNOWN_DEPRECATIONS = [

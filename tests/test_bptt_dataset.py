@@ -4,9 +4,12 @@ n tokens, B columns, T steps of a segment, R processes.
 """
 
 import collections
+import gzip
 import logging
 import math
+import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -240,3 +243,23 @@ def test_without_spread_and_short_segments_all_are_alike():
 def test_segments_that_do_not_fit_the_text_are_refused(lengths):
     with pytest.raises(ValueError, match="do not cover a text of 10, or some are empty"):
         BpttDataset(build_stream(20), 2, lengths)
+
+
+@pytest.mark.skipif("MIXTAPE_DATA" not in os.environ, reason="MIXTAPE_DATA does not name the folder of real data")
+@pytest.mark.parametrize("length", [7, 35, 70])
+@pytest.mark.parametrize(
+    "text, columns, count",
+    [
+        ("ptb/ptb.valid", 10, 73_760),
+        ("ptb/ptb.test", 1, 82_430),
+        ("wikitext2/wiki.valid", 10, 217_646),
+        ("wikitext2/wiki.test", 1, 245_569),
+    ],
+)
+def test_every_target_of_the_papers_texts_is_predicted_once(text, columns, count, length):
+    with gzip.open(Path(os.environ["MIXTAPE_DATA"]) / f"{text}.txt.gz", "rt", encoding="utf-8") as file:
+        tokens = sum(len(line.split()) + 1 for line in file)  # with </s>
+    segments = BpttDataset(build_stream(tokens), columns, length)
+    targets = torch.cat([segments[i]["target"].flatten() for i in range(len(segments))])
+    targets = targets[targets != PAD]
+    assert len(targets) == count and targets.sort().values.equal(torch.arange(FIRST, FIRST + count))

@@ -1,16 +1,20 @@
 """Language models through fairseq's commands: counting, evaluation, resume, processes, small batches, bad input."""
 
 import math
+import shutil
 import signal
 import sys
 
 import pytest
 import torch
 from conftest import USER_DIR, console_script, parse_log, run, start
+from recipes import files
 from test_training import KILLED_BEFORE_UPDATE_6, assert_same_parameters, free_port, loss_curve
 
 from mixtape_plugin.analysis.language_model import load_language_model, perplexity
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.fairseq_compat import _sentence_for_user
+from mixtape_plugin.tasks.bptt_language_modeling import BpttLanguageModelingTask
 
 VALID_TOKENS = 50 * 9  # lines of 8 words and </s>
 NO_DROPOUT = "--dropout 0 --input-dropout 0 --hidden-dropout 0 --embedding-dropout 0 --weight-dropout 0".split()
@@ -122,6 +126,15 @@ def test_continues_a_prompt(text, checkpoint, monkeypatch):
     stdout = run("interactive", *args).stdout
     (best,) = (line.split("\t")[2] for line in stdout.splitlines() if line.startswith("H-"))
     assert best.startswith("w3 w4 w5 w")
+    # each token's score is what the model gives it after all those before it, log base 2
+    (scores,) = (line.split("\t")[1].split() for line in stdout.splitlines() if line.startswith("P-"))
+    model, task = load_language_model(str(path), str(text))
+    tokens = task.dictionary.encode_line(best, add_if_not_exist=False).long()
+    with torch.no_grad():
+        features, _ = model(tokens.roll(1).unsqueeze(0), features_only=True)
+        log_probs = model.decoder.output_projection.log_probs(features)[0]
+    expected = log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1) / math.log(2)
+    torch.testing.assert_close(torch.tensor([float(score) for score in scores]), expected, atol=2e-4, rtol=0)
     for masked in "madeupword", "<s>", "<pad>":
         assert masked not in best
 
@@ -398,22 +411,46 @@ def test_no_batch_size(text, tmp_path):
         run("train", *args, "--max-tokens", 100)
 
 
-def test_dictionary_that_does_not_match_the_checkpoint(text, checkpoint, tmp_path):
-    (tmp_path / "valid").write_text("w1 w2 w3\n" * 9)
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["other order", "other words", "fewer words"])
+def test_dictionary_that_does_not_match_the_checkpoint(change, text, checkpoint, tmp_path):
+    """In evaluation, and where a training resumes or begins from the checkpoint."""
     symbols = (text / "dict.txt").read_text().splitlines()
-    (tmp_path / "dict.txt").write_text("\n".join(symbols[1::-1] + symbols[2:]) + "\n")
-    run(
-        "preprocess",
-        "--only-source",
-        "--validpref",
-        tmp_path / "valid",
-        "--destdir",
-        tmp_path / "bin",
-        "--srcdict",
-        tmp_path / "dict.txt",
-    )
-    with pytest.raises(UserError, match="is not the one that the checkpoint was trained with"):
-        evaluate(tmp_path / "bin", checkpoint[0], "--gen-subset", "valid")
+    changed = {
+        "other order": symbols[1::-1] + symbols[2:],
+        "other words": [line.replace("w", "v") for line in symbols],
+        "fewer words": symbols[:-1],
+    }[change]
+    (tmp_path / "dict.txt").write_text("\n".join(changed) + "\n")
+    (tmp_path / "text").write_text("w1 v1 w2\n" * 50)
+    prefixes = [f"--trainpref={tmp_path}/text", f"--validpref={tmp_path}/text", "--srcdict", tmp_path / "dict.txt"]
+    run("preprocess", "--only-source", *prefixes, "--destdir", tmp_path / "bin")
+    save, path = tmp_path / "save", checkpoint[0]
+    save.mkdir()
+    shutil.copy(path, save / "checkpoint_last.pt")
+    before = files(save)
+    message = "is not the one that the checkpoint was trained with"
+    with pytest.raises(UserError, match=message):
+        evaluate(tmp_path / "bin", path, "--gen-subset", "valid")
+    for folder, *flags in (
+        [save],
+        [tmp_path / "other", "--restore-file", path],
+        [tmp_path / "finetuned", "--finetune-from-model", path],
+    ):
+        args = lm_args(tmp_path / "bin", folder, "--optimizer", "adam", "--max-epoch", 9, "--frequent-ratio", 1, *flags)
+        with pytest.raises(Exception) as error:
+            run("train", *args)
+        assert message in _sentence_for_user(error.value)
+    assert files(save) == before and not list(tmp_path.glob("*/checkpoint[_0-9]*.pt"))[1:]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_its_vocabulary_is_taken(text, checkpoint, tmp_path):
+    state = torch.load(checkpoint[0], weights_only=True)
+    del state["model"]["decoder.vocabulary_digest"]
+    torch.save(state, tmp_path / "old.pt")
+    flags = ["--gen-subset", "test"]
+    assert evaluate(text, tmp_path / "old.pt", *flags) == evaluate(text, checkpoint[0], *flags)
 
 
 @pytest.mark.slow
@@ -429,6 +466,35 @@ def test_loss_that_is_not_finite_keeps_the_last_checkpoint(text, tmp_path):
     with pytest.raises(UserError, match=rf"the loss is nan at update {updates + 1} \(epoch 2\)"):
         run("train", *lm_args(text, tmp_path, *more))
     assert last.read_bytes() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save", [[], ["--save-interval-updates", 1]])
+def test_validation_loss_that_is_not_finite_keeps_the_last_checkpoint(save, text, tmp_path):
+    """Weights that a finite gradient has thrown away: the training loss before it was fine."""
+    whole_epochs = "--tokens-per-sample 500 --segment-length-std 0 --short-segment-probability 0".split()
+    run("train", *lm_args(text, tmp_path, *whole_epochs, "--max-epoch", 1))
+    before = files(tmp_path)
+    more = ["--lr", 1e38, "--reset-optimizer", "--reset-lr-scheduler", "--max-epoch", 3]
+    with pytest.raises(UserError, match=r"the validation loss is (nan|inf) in epoch 2: lower --lr"):
+        run("train", *lm_args(text, tmp_path, *whole_epochs, *more, *save))
+    assert files(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_gradients_that_are_not_finite_are_one_sentence(text, tmp_path, monkeypatch):
+    train_step = BpttLanguageModelingTask.train_step
+
+    def poison(task, sample, model, criterion, optimizer, update_num, *args, **kwargs):
+        result = train_step(task, sample, model, criterion, optimizer, update_num, *args, **kwargs)
+        if update_num == 3:
+            next(model.parameters()).grad.fill_(math.nan)
+        return result
+
+    monkeypatch.setattr(BpttLanguageModelingTask, "train_step", poison)
+    with pytest.raises(UserError, match="^gradients are Nan/Inf at update 4: lower --lr"):
+        run("train", *lm_args(text, tmp_path, "--max-epoch", 1, "--save-interval-updates", 2))
+    assert (tmp_path / "checkpoint_1_2.pt").exists()
 
 
 def test_stock_label_smoothing_is_refused(text, tmp_path):

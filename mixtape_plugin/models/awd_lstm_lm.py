@@ -3,10 +3,12 @@
 Shapes: B columns of the text, T time steps, E embedding, D the last layer's units, V vocabulary.
 """
 
+import hashlib
 import logging
 from argparse import Namespace
 from dataclasses import dataclass, field
 
+import torch
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import (
     FairseqIncrementalDecoder,
@@ -60,6 +62,21 @@ def check_options(args):
     check_values(args, {"embed_dim": (args.embed_dim >= 1, "at least 1"), **allowed})
 
 
+def vocabulary_digest(dictionary, masked_tokens):
+    """SHA-256 of what the rows of an embedding stand for, and of which of them are never predicted."""
+    symbols = "\n".join([*dictionary.symbols, *map(str, sorted(masked_tokens))])
+    return hashlib.sha256(symbols.encode()).hexdigest()
+
+
+def check_vocabulary(saved, dictionary, masked_tokens):
+    """Raises UserError for a checkpoint whose digest is another one."""
+    if saved != vocabulary_digest(dictionary, masked_tokens):
+        raise UserError(
+            f"the dictionary of these data ({len(dictionary)} types) is not the one that the checkpoint was trained "
+            "with, or one of the two goes with --remove-eos: give the data folder that was made with it"
+        )
+
+
 class AWDLSTMDecoder(FairseqIncrementalDecoder):
     """Embedding → LSTM layers with weight drop → output layer.
 
@@ -68,6 +85,8 @@ class AWDLSTMDecoder(FairseqIncrementalDecoder):
 
     The hidden state is kept here from one segment of a text to the next, under the text's name (``stream``): what
     evaluates a model need not know of it, and validation does not disturb training.
+
+    A checkpoint of another vocabulary is refused, in training too (``vocabulary_digest``).
 
     Initial values as in the authors' code: embeddings U(±0.1), output bias 0, LSTM U(±1/√H), others U(±1/√fan-in).
     """
@@ -91,6 +110,8 @@ class AWDLSTMDecoder(FairseqIncrementalDecoder):
             tied_weight=None if args.untie_embeddings else self.embed_tokens.weight,
             masked_tokens=masked_tokens,
         )
+        digest = bytes.fromhex(vocabulary_digest(dictionary, masked_tokens))
+        self.register_buffer("vocabulary_digest", torch.tensor(list(digest), dtype=torch.uint8))
         nn.init.uniform_(self.embed_tokens.weight, -0.1, 0.1)
         nn.init.uniform_(self.output_projection.weight, -0.1, 0.1)
         self.states = {}
@@ -147,6 +168,12 @@ class AWDLSTMDecoder(FairseqIncrementalDecoder):
         if states is not None:
             states = {name: part.index_select(0, new_order) for name, part in states.items()}
             self.set_incremental_state(incremental_state, "states", states)
+
+    def upgrade_state_dict_named(self, state_dict, name):
+        """Raises UserError for parameters of another vocabulary; fairseq calls it whenever it is about to load some."""
+        super().upgrade_state_dict_named(state_dict, name)
+        saved = state_dict.setdefault(f"{name}.vocabulary_digest", self.vocabulary_digest)
+        check_vocabulary(bytes(saved.tolist()).hex(), self.dictionary, self.output_projection.masked_tokens)
 
     def max_positions(self):
         return int(1e9)

@@ -1,7 +1,7 @@
 """Language modelling on one long text with truncated back-propagation through time."""
 
-import hashlib
 import logging
+import math
 import os
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -19,9 +19,12 @@ from omegaconf import II
 
 from mixtape_plugin.data.bptt_dataset import BpttDataset, TokenStream, draw_segment_lengths
 from mixtape_plugin.errors import UserError, check_values
+from mixtape_plugin.models.awd_lstm_lm import check_vocabulary, vocabulary_digest
 from mixtape_plugin.optim.nt_asgd import NTASGD
 
 logger = logging.getLogger(__name__)
+
+AFTER_DIVERGENCE = "lower --lr; checkpoints that were saved before are as they were"
 
 
 @dataclass
@@ -86,7 +89,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
 
     Raises:
         UserError: an option's value is not allowed; no ``--batch-size``; a text with a symbol that is masked; a
-            checkpoint of another dictionary; a loss that is not finite.
+            checkpoint of another dictionary or ``--remove-eos``; a loss that is not finite, in training or validation.
     """
 
     def __init__(self, args, dictionary, output_dictionary=None, targets=None):
@@ -119,21 +122,20 @@ class BpttLanguageModelingTask(LanguageModelingTask):
     # ------------------------------------------------------------------------------------------------- model
 
     def build_model(self, args, from_checkpoint=False):
-        """Builds the model, and keeps with its options what a checkpoint must agree with this task in."""
+        """Builds the model, and keeps with its options what a checkpoint must agree with this task in.
+
+        The model checks its vocabulary once more when parameters are loaded; here it comes before all other checks.
+        """
         if isinstance(args, Namespace):
-            symbols = "\n".join(self.dictionary.symbols)
-            digest = hashlib.sha256(symbols.encode()).hexdigest()
-            if getattr(args, "dictionary_digest", digest) != digest:
-                raise UserError(
-                    f"the dictionary in {self.args.data} ({len(self.dictionary)} types) is not the one that the "
-                    "checkpoint was trained with: give the data folder that was made with it"
-                )
-            if tuple(getattr(args, "masked_tokens", self.masked_tokens)) != self.masked_tokens:
+            eos_masked = self.dictionary.eos() in getattr(args, "masked_tokens", self.masked_tokens)
+            if eos_masked != self.args.remove_eos:
                 raise UserError(
                     f"the checkpoint was trained {'without' if self.args.remove_eos else 'with'} --remove-eos: "
                     "do the same here"
                 )
-            args.dictionary_digest, args.masked_tokens = digest, list(self.masked_tokens)
+            digest = vocabulary_digest(self.dictionary, self.masked_tokens)
+            check_vocabulary(getattr(args, "vocabulary_digest", digest), self.dictionary, self.masked_tokens)
+            args.vocabulary_digest, args.masked_tokens = digest, list(self.masked_tokens)
         return super().build_model(args, from_checkpoint)
 
     def build_criterion(self, cfg, *args, **kwargs):
@@ -242,8 +244,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             logging_output = {name: logging_output.get(name, 0) + value for name, value in log.items()}
         if not torch.isfinite(loss):
             raise UserError(
-                f"the loss is {loss.item()} at update {update_num + 1} (epoch {self.epoch}): lower --lr; "
-                "earlier checkpoints are as they were"
+                f"the loss is {loss.item()} at update {update_num + 1} (epoch {self.epoch}): {AFTER_DIVERGENCE}"
             )
         return loss, sample_size, logging_output
 
@@ -298,10 +299,16 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             )
 
     def post_validate(self, model, stats, agg):
-        """Hands the validation loss of an epoch's end, on the first of ``--valid-subset``, to the optimizer."""
+        """Hands the validation loss of an epoch's end, on the first of ``--valid-subset``, to the optimizer.
+
+        Raises UserError for one that is not finite, before fairseq saves such a model over the last good one.
+        """
+        loss = float(agg["nll_loss" if "nll_loss" in agg else "loss"].avg)
+        if not math.isfinite(loss):
+            raise UserError(f"the validation loss is {loss} in epoch {self.epoch}: {AFTER_DIVERGENCE}")
         self.validations += 1
         if self.nt_asgd and self.epoch_ended and self.validations == 1:
-            self.nt_asgd.end_epoch(float(agg["nll_loss" if "nll_loss" in agg else "loss"].avg))
+            self.nt_asgd.end_epoch(loss)
 
     # ------------------------------------------------------------------------------------------- checkpoints
 
