@@ -20,7 +20,8 @@ from omegaconf import OmegaConf
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # The plugin first: it repairs fairseq's loading of checkpoints, and silences known warnings of fairseq's import.
-from mixtape_plugin.errors import UserError  # noqa: E402, I001
+from mixtape_plugin.analysis.files import write_whole  # noqa: E402, I001
+from mixtape_plugin.errors import UserError  # noqa: E402
 from fairseq.checkpoint_utils import load_checkpoint_to_cpu  # noqa: E402
 
 PATTERNS = {"epochs": re.compile(r"checkpoint(\d+)\.pt"), "updates": re.compile(r"checkpoint_\d+_(\d+)\.pt")}
@@ -101,6 +102,11 @@ def average(paths):
     return state
 
 
+def save(state, path):
+    with open(path, "wb") as file:  # given a path, torch would tell of a full disk without an OSError
+        torch.save(state, file)
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
@@ -121,11 +127,8 @@ def main(argv=None):
     if os.path.exists(args.output) and any(os.path.exists(p) and os.path.samefile(p, args.output) for p in paths):
         raise UserError(f"--output {args.output} is one of the checkpoints to average: choose another name")
     state = average(paths)
-    partial = args.output + ".part"
     try:
-        with open(partial, "wb") as file:
-            torch.save(state, file)
-        os.replace(partial, args.output)
+        write_whole(args.output, lambda part: save(state, part))
     except OSError as error:
         raise UserError(f"--output {args.output} cannot be written: {error.strerror}") from None
     print(f"{args.output}: average of " + ", ".join(os.path.basename(path) for path in paths))

@@ -73,6 +73,8 @@ def main(argv=None):
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the numbers, commands and signatures here")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw validation perplexity against updates")
     args = parser.parse_args(argv)
+    if args.plot and args.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise UserError(f"--plot {args.plot} is not allowed: a name that ends in .png, .pdf or .svg")
 
     rows = []
     for folder in args.folders:
@@ -104,8 +106,6 @@ def save_plot(path, rows):
     curves = [validation_curve(row["folder"]) for row in rows]
     if not any(curves):
         raise UserError(f"--plot {path} has nothing to show: none of the logs has a validation")
-    if path.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise UserError(f"--plot {path} is not allowed: a name that ends in .png, .pdf or .svg")
     draw(path, rows, curves)
 
 

@@ -4,7 +4,9 @@ source "$root/scripts/recipes.sh"
 
 # ------------------------------------------------------------------------------------------------------ prepare.sh
 
-zip_test() { python -m zipfile -t "$1" 2>/dev/null | grep -x 'Done testing' >/dev/null; }
+zip_test() { # zip_test ZIP: whether it is whole
+  python -c 'import sys, zipfile; sys.exit(zipfile.ZipFile(sys.argv[1]).testzip() is not None)' "$1" 2>/dev/null
+}
 zip_member() { # zip_member ZIP NAME: the content of the one file of that name, in whichever folder
   python -c 'import shutil, sys, zipfile
 archive = zipfile.ZipFile(sys.argv[1])
@@ -30,15 +32,21 @@ dictionary() { # dictionary FLAGS...: $dict, of the texts given, most frequent w
 tokens() { # tokens FOLDER SPLIT: as fairseq-preprocess counted them, with </s>
   sed -n "s|^\[None\] .*/$2: [0-9]* sents, \([0-9]*\) tokens.*|\1|p" "$1/preprocess.log" | tail -n 1
 }
+unknown() { # unknown FOLDER SPLIT: percent of the tokens, with </s>, that became <unk> for want of a place in the dictionary
+  sed -n "s|^\[None\] .*/$2: .* tokens, \([0-9.e-]*\)% replaced.*|\1|p" "$1/preprocess.log" | tail -n 1
+}
 
 summary() { # summary OUT TYPES TRAIN VALID TEST: what was made, and whether it is what the papers have
-  local folder=$1 types found expected split
+  local folder=$1 types found expected split share
   shift
   types=$(($(lines "$folder/dict.txt") + 2)) # and <unk> and </s>; <s> and <pad> are never predicted
   found="$types types" expected="$1 types"
   shift
   for split in train valid test; do
-    [ ! -f "$folder/$split.bin" ] || found+=", $split $(tokens "$folder" "$split")" expected+=", $split $1"
+    if [ -f "$folder/$split.bin" ]; then
+      found+=", $split $(tokens "$folder" "$split")" expected+=", $split $1" share=$(unknown "$folder" "$split")
+      [ "$share" = 0.0 ] || echo "prepare.sh: $share% of the tokens of $split are not in the dictionary, and <unk> in the data" >&2
+    fi
     shift
   done
   [ "$found" = "$expected" ] || [ "$dict" != "$text/dict.txt" ] || # the types of another text's dictionary say nothing

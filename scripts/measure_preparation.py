@@ -5,7 +5,7 @@
 
 Writes archives as the recipe downloads them, all text in the first one, and runs prepare.sh on them. Memory is the
 resident memory of all its processes together, looked up every 50 ms at each stage; pages that processes share count for
-each of them. The last column draws a line through the two largest texts to that of the recipe.
+each of them.
 
 Word r of a language has a probability proportional to 1/r down to rank 10,000 and to 1/r^1.8 below, so that the number
 of different words grows as the length of the text to the power of 1/1.8 (Heaps' law): some 3 million in each language
@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 from prepare_parallel import MAX_COUNTED_WORDS, MAX_LEARNED_WORDS  # noqa: E402
 
-PROJECTED = 36_000_000
 HEAD, EXPONENT, BLOCK = 10_000, 1.8, 10_000
+SEGMENTS = 100  # lines of valid and test text
 LETTERS = {"en": "etaoinshrdlucmfwypvbgk", "fr": "esaitnrulodcmpévqfbghà"}  # the most frequent first
 ENDINGS = {"en": ["", "s", "ing", "ed", "ly", "ness", "er"], "fr": ["", "s", "es", "ent", "ment", "er", "é"]}
 STEMS = 20_000
@@ -118,7 +118,7 @@ def write_archives(folder, pairs):
     segments = {}
     for language in texts:
         with open(texts[language], encoding="utf-8") as file:
-            lines = "".join(f'<seg id="{n}">{next(file).strip()}</seg>\n' for n in range(100))
+            lines = "".join(f'<seg id="{n}">{next(file).strip()}</seg>\n' for n in range(SEGMENTS))
         segments[language] = scratch / f"segments.{language}"
         segments[language].write_text(lines, encoding="utf-8")
     kinds = {"en": "src", "fr": "ref"}
@@ -220,29 +220,23 @@ def main():
     parser.add_argument("--merges", type=int, default=32_000)
     parser.add_argument("--limits", action="store_true", help="also what learns, at its largest size")
     args = parser.parse_args()
-    sizes, measured = sorted(args.pairs), []
+    if min(args.pairs, default=SEGMENTS) < SEGMENTS:
+        parser.error(f"--pairs is {min(args.pairs)}, allowed is {SEGMENTS} or more, which are also valid and test text")
     if args.folder.exists() or " " in str(args.folder):
         sys.exit(f"measure_preparation.py: {args.folder} exists already or has a space in its name; give a new folder")
     args.folder.mkdir(parents=True)
     if args.limits:
         measure_limits(args.folder, args.workers, args.merges)
-    for pairs in sizes:
+    for pairs in sorted(args.pairs):
         archives, out = args.folder / f"archives.{pairs}", args.folder / f"data.{pairs}"
         write_archives(archives, pairs)
         options = ["--from", archives, "--out", out, "--workers", args.workers, "--merges", args.merges]
         stages = measure([ROOT / "examples" / "wmt14_en_fr" / "prepare.sh", *map(str, options)])
         with open(out / "text" / "words", "rb") as file:
             print(f"{pairs:,} pairs have {sum(1 for _ in file):,} different words", flush=True)
-        measured.append(stages)
+        print("| making | peak of memory, time |\n| --- | --- |")
         for stage, (seconds, peak) in stages.items():
             print(f"| {stage} | {peak / 2**20:,.0f} MiB, {seconds:.0f} s |", flush=True)
-    if len(sizes) < 2:
-        return
-    print(f"Projected to {PROJECTED:,} pairs by a line through the two largest texts:")
-    for stage in [stage for stage in measured[-1] if stage in measured[-2]]:
-        less, more = (stages[stage][1] / 2**20 for stages in measured[-2:])
-        projected = more + (more - less) / (sizes[-1] - sizes[-2]) * (PROJECTED - sizes[-1])
-        print(f"| {stage} | {less:,.0f} MiB | {more:,.0f} MiB | {projected:,.0f} MiB |")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,13 @@ Text streams through, a line in memory. Files that are there already are left as
 """
 
 import argparse
+import contextlib
 import os
 import re
 import sys
-import tarfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from archives import archive_members, check_archive
 
 TRAINING = re.compile(r"(?:.*/)?training-monolingual\.tokenized\.shuffled/news\.en-(\d{5})-of-00100")
 HELDOUT = re.compile(r"(?:.*/)?heldout-monolingual\.tokenized\.shuffled/news\.en\.heldout-(\d{5})-of-00050")
@@ -32,23 +34,6 @@ def target(name, shards):
     if match and int(match[1]) in HELDOUT_PARTS:
         return f"heldout.{int(match[1]):02d}"
     return None
-
-
-def archive_files(path):
-    """Yields (name, open file) for the files of a tar.gz, in the archive's order.
-
-    Nothing is unpacked under a name that the archive gives, and yet an archive with a link, or a member outside its
-    folder, is not the original: raises ValueError.
-    """
-    with tarfile.open(path, "r|gz") as archive:
-        for member in archive:
-            parts = PurePosixPath(member.name).parts
-            if member.name.startswith("/") or ".." in parts:
-                raise ValueError(f"{path} is refused: its member {member.name!r} lies outside its folder")
-            if not (member.isfile() or member.isdir()):
-                raise ValueError(f"{path} is refused: its member {member.name!r} is neither a file nor a folder")
-            if member.isfile():
-                yield member.name, archive.extractfile(member)
 
 
 def folder_files(path):
@@ -75,15 +60,18 @@ def write_text(source, text, shards):
     missing = {name for name in wanted if not (text / name).is_file()}
     if not missing:
         return
-    for name, lines in folder_files(source) if source.is_dir() else archive_files(source):
-        found = target(name, shards)
-        if found in missing:
-            print(f"prepare_one_billion_word.py: {text / found}", file=sys.stderr, flush=True)
-            try:
-                lower_case(lines, text / found)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{name} in {source} is not UTF-8 text: {error.reason}") from None
-            missing.remove(found)
+    if source.is_file():
+        check_archive(source, ())  # damage would show at its end only, after files have got their names
+    with contextlib.nullcontext(folder_files(source)) if source.is_dir() else archive_members(source) as files:
+        for name, lines in files:
+            found = target(name, shards)
+            if found in missing:
+                print(f"prepare_one_billion_word.py: {text / found}", file=sys.stderr, flush=True)
+                try:
+                    lower_case(lines, text / found)
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"{name} in {source} is not UTF-8 text: {error.reason}") from None
+                missing.remove(found)
     if missing:
         first = min(missing)
         number = int(first.split(".")[1])
@@ -101,11 +89,7 @@ def main():
     try:
         args.text.mkdir(parents=True, exist_ok=True)
         write_text(args.source, args.text, args.shards)
-    except ValueError as error:
-        sys.exit(f"prepare_one_billion_word.py: {error}")
-    except (tarfile.TarError, EOFError) as error:
-        sys.exit(f"prepare_one_billion_word.py: {args.source} is not a whole .tar.gz: {error}")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"prepare_one_billion_word.py: {error}")
 
 

@@ -18,22 +18,17 @@ characters in all, and neither has more than 1.5 times the tokens of the other.
 import argparse
 import contextlib
 import errno
-import gzip
-import hashlib
 import heapq
 import itertools
 import multiprocessing
 import os
-import re
 import sys
-import tarfile
 import threading
-import zlib
 from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import PurePosixPath
 
+from archives import check_archive, member_lines
 from tqdm import tqdm
 
 MAX_TOKENS, MAX_TOKEN_LENGTH, MAX_LINE_LENGTH, MAX_RATIO = 250, 1000, 10_000, 1.5
@@ -41,8 +36,6 @@ CHUNK = 2000  # lines a process gets at once
 MAX_CACHED_WORDS = 500_000  # a process, which bounds its memory
 MAX_COUNTED_WORDS = 8_000_000  # words counted at once: over it, those seen once so far are forgotten, then twice, …
 MAX_LEARNED_WORDS = 1_000_000  # the most frequent ones, of which BPE is learned
-# What some tool downstream would take for the end of a line, and others would not.
-LINE_ENDS = re.compile("[\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
 
 
 # ------------------------------------------------------------------------------------------------------ files
@@ -65,78 +58,6 @@ def whole_files(*paths):
         for part in parts:
             if os.path.lexists(part):
                 os.unlink(part)
-
-
-def read_all(file, function=len):
-    for block in iter(lambda: file.read(1 << 20), b""):
-        function(block)
-
-
-@contextlib.contextmanager
-def archive_members(path):
-    """Yields an iterator of (name, open file) over a tar or tar.gz; what is left of it at the end is read too.
-
-    Nothing is unpacked under a name that the archive gives, and yet an archive with a link, or a member outside its
-    folder, is not the original: raises ValueError.
-    """
-
-    def members(tar, file):
-        for member in tar:
-            name = member.name
-            if name.startswith("/") or ".." in PurePosixPath(name).parts:
-                raise ValueError(f"{path} is refused: its member {name!r} lies outside its folder")
-            if not (member.isfile() or member.isdir()):
-                raise ValueError(f"{path} is refused: its member {name!r} is neither a file nor a folder")
-            if member.isfile():
-                yield PurePosixPath(name).name, tar.extractfile(member)
-        read_all(file)  # to gzip's checksum, which comes after the tar's end
-
-    try:
-        with open(path, "rb") as file:
-            compressed = file.read(2) == b"\x1f\x8b"
-        # tarfile's own reading of a gzip stream would not look at its checksum.
-        with (gzip.open if compressed else open)(path, "rb") as file, tarfile.open(fileobj=file, mode="r|") as tar:
-            yield members(tar, file)
-    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is damaged or incomplete: {error}") from None
-
-
-def check_archive(path, names, md5=""):
-    """Raises ValueError unless the archive can be read to its end, holds files of these names and has this MD5 sum."""
-    if md5:
-        digest = hashlib.md5()
-        with open(path, "rb") as file:
-            read_all(file, digest.update)
-        if digest.hexdigest() != md5:
-            raise ValueError(f"{path} is not the original: its MD5 sum is {digest.hexdigest()}, not {md5}")
-    missing = set(names)
-    with archive_members(path) as members:
-        for name, file in members:
-            if name in missing:
-                missing.remove(name)
-                read_all(gzip.open(file, "rb") if name.endswith(".gz") else file)
-    if missing:
-        raise ValueError(f"{path} has no file {min(missing)}")
-
-
-def member_lines(path, wanted):
-    """The text lines (str) of the archive's file of that name: plain, .gz, or the segments of a .sgm."""
-    with archive_members(path) as members:
-        for name, file in members:
-            if name != wanted:
-                continue
-            if name.endswith(".gz"):
-                file = gzip.open(file, "rb")
-            # Bytes that are no UTF-8 become U+FFFD, by which the cleaning knows them.
-            lines = (line.rstrip(b"\n").decode("utf-8", "replace").replace("\r", "") for line in file)
-            if name.endswith(".sgm"):
-                # As sacrebleu reads it: one segment a line, entities left as they are.
-                segments = (re.search(r"^\s*<seg[^>]*>(.*)</seg>", line) for line in lines)
-                lines = (" ".join(found[1].split()) for found in segments if found)
-            for line in lines:
-                yield LINE_ENDS.sub(" ", line)
-            return
-    raise ValueError(f"{path} has no file {wanted}")
 
 
 def extract(output, languages, sources, strict):
@@ -178,6 +99,10 @@ def end_with_parent():
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def nothing():
+    pass
 
 
 def start_process(prepare, *args):
@@ -304,7 +229,7 @@ def count_words(paths, output, workers):
     """Writes "word count" lines, the most frequent first, of the files together."""
     counts, rare = Counter(), 0
     for path in paths:
-        for more in in_order(count_chunk, chunks_of(path), workers, len, ()):
+        for more in in_order(count_chunk, chunks_of(path), workers, nothing):
             counts.update(more)
             if len(counts) > MAX_COUNTED_WORDS:
                 rare += 1
@@ -426,7 +351,10 @@ def parse_args():
     command.add_argument("input")
     command.add_argument("output")
     command.add_argument("--workers", type=int, default=1)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if getattr(args, "workers", 1) < 1:
+        parser.error(f"--workers is {args.workers}, allowed is a positive whole number")
+    return args
 
 
 def main():

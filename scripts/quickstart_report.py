@@ -4,7 +4,6 @@
 python scripts/quickstart_report.py quickstart-output
 """
 
-import csv
 import json
 import logging
 import math
@@ -22,6 +21,7 @@ if __name__ == "__main__":
 
 import mixtape_plugin  # noqa: E402, F401, I001
 from fairseq import checkpoint_utils  # noqa: E402
+from mixtape_plugin.analysis.files import write_csv, write_whole  # noqa: E402
 from mixtape_plugin.analysis.rank import log_prob_rank  # noqa: E402
 
 LAYERS = ("softmax", "mixtape")
@@ -86,13 +86,8 @@ def main():
     lines += [
         f"Perplexity of every token of the test set; rank over {contexts} of its contexts and {vocab_size} tokens."
     ]
-    for name, write in (
-        ("table.md", lambda file: file.write("\n".join(lines) + "\n")),
-        ("table.csv", lambda file: csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])),
-    ):
-        with open(out / f"{name}.part", "w", newline="", encoding="utf-8") as file:
-            write(file)
-        os.replace(out / f"{name}.part", out / name)
+    write_whole(out / "table.md", lambda part: part.write_text("\n".join(lines) + "\n", encoding="utf-8"))
+    write_csv(out / "table.csv", COLUMNS, (dict(zip(COLUMNS, cells)) for cells in rows))
     print("\n".join(lines))
 
 

@@ -3,8 +3,9 @@
 
 die() { echo "${0##*/}: $*" >&2; exit 1; }
 
-venv=${MIXTAPE_VENV:-$root/.venv}
-[ ! -d "$venv/bin" ] || PATH=$(cd "$venv" && pwd)/bin:$PATH
+venv=$(cd "$root" && cd "${MIXTAPE_VENV:-.venv}" 2>/dev/null && pwd) || venv=""
+[ -n "$venv" ] || [ -z "${MIXTAPE_VENV-}" ] || die "MIXTAPE_VENV is $MIXTAPE_VENV, which is no folder; scripts/setup.sh sets up all that is needed"
+PATH=${venv:+$venv/bin:}$PATH
 export PYTHONUTF8=1 # the tools would otherwise follow the locale
 
 lines() { wc -l <"$1" | tr -d ' '; }

@@ -127,10 +127,13 @@ def main(argv=None):
         before = f"  after {row['preprocessing']}" if row["preprocessing"] else ""
         print(f"{row['metric']:<32}{row['score']:6.2f}  {row['signature']}{before}")
     if args.json:
-        with open(args.json + ".part", "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=2)
-            file.write("\n")
-        os.replace(args.json + ".part", args.json)
+        try:
+            with open(args.json + ".part", "w", encoding="utf-8") as file:
+                json.dump(results, file, indent=2)
+                file.write("\n")
+            os.replace(args.json + ".part", args.json)
+        except OSError as error:
+            sys.exit(f"score.py: --json {args.json} cannot be written: {error.strerror}")
 
 
 if __name__ == "__main__":

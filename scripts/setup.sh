@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make .venv with everything installed. Running it again takes a second; after an interruption it goes on.
 #   PYTHON=python3.12      the Python to build it with (default: the first of 3.11, 3.12, 3.13, ... that works)
-#   MIXTAPE_VENV=DIR       another place than .venv
+#   MIXTAPE_VENV=DIR       another place than .venv; a relative one is relative to the repository
 #   MIXTAPE_CUDA=1         accept a torch with CUDA (gigabytes) on a machine without an NVIDIA GPU
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,4 +1,4 @@
-# What train.sh and evaluate.sh of all examples share; they source it, with $root and $usage set.
+# What train.sh and evaluate.sh of all examples share; they source it, with $root set and, except in the two WMT examples, $usage.
 
 source "$root/scripts/recipes.sh"
 
@@ -77,8 +77,9 @@ commit() { # with "+" where files differ from it
 
 on_cpu() { [ -n "$smoke" ] || [[ " ${extra[*]-} " = *" --cpu "* ]]; }
 
-count_gpus() { # $gpus, where --gpus did not give it: those that fairseq will use
+count_gpus() { # $gpus, where --gpus did not give it: those that fairseq will use; $has_gpu is empty where it trains on the CPU
   local visible
+  has_gpu=""
   [ -z "$gpus" ] || positive --gpus "$gpus"
   if on_cpu; then
     [ "${gpus:-1}" = 1 ] || die "--gpus is $gpus, and training on the CPU uses none"
@@ -88,7 +89,7 @@ count_gpus() { # $gpus, where --gpus did not give it: those that fairseq will us
   visible=$(python -c 'import torch; print(torch.cuda.device_count())') || die "torch is not installed; scripts/setup.sh sets up all that is needed"
   # Under srun, as many on each node of the step; fairseq would wait for ever for more.
   [ -z "${SLURM_STEP_NODELIST-}" ] || visible=$((visible * ${SLURM_NNODES:-1}))
-  [ "$visible" != 0 ] || echo "train.sh: no GPU is visible, training on the CPU" >&2
+  if [ "$visible" = 0 ]; then echo "train.sh: no GPU is visible, training on the CPU" >&2; else has_gpu=1; fi
   [ "${gpus:-1}" -le $((visible > 0 ? visible : 1)) ] ||
     die "--gpus is $gpus, more than the $visible that are visible; those of other nodes count under srun only"
   gpus=${gpus:-$((visible > 0 ? visible : 1))}
@@ -113,11 +114,12 @@ sys.exit(torch.cuda.is_available() and torch.version.hip is None and torch.cuda.
 # costs PARAMETERS MULTIPLICATIONS: says what the training needs; both in millions, MULTIPLICATIONS a token
 costs() {
   [ -z "$smoke" ] && [ "${SLURM_PROCID:-0}" = 0 ] || return 0
-  local parent=$save
+  local parent=$save device=GPU
+  [ -n "$has_gpu" ] || device=CPU
   until [ -d "$parent" ]; do parent=$(dirname "$parent"); done
   # Of checkpoints there are checkpoint_last.pt and checkpoint_best.pt, too. What is there from an earlier start is replaced in time.
   awk -v parameters="$1" -v multiplications="$2" -v updates="$updates" -v kept=$((kept + 2)) -v layer="$layer" \
-    -v gpus="$gpus" -v max_tokens="$max_tokens" -v update_freq="$update_freq" -v save="$save" \
+    -v device="$device" -v gpus="$gpus" -v max_tokens="$max_tokens" -v update_freq="$update_freq" -v save="$save" \
     -v bytes="$([ -n "$bf16" ] && echo 20 || echo 16)" \
     -v free="$(df -Pk "$parent" | awk 'NR == 2 { print $4 }')" \
     -v there="$(find "$save" -name '*.pt' -exec du -k {} + 2>/dev/null | awk '{ sum += $1 } END { print sum + 0 }')" 'BEGIN {
@@ -127,15 +129,24 @@ costs() {
       operations = 6 * multiplications * 1e6 * tokens * updates
       say = "train.sh: "
       printf say "%s, about %d million parameters; %d updates of %d tokens, on %d %s %d at once, %d %s an update\n",
-        layer, parameters, updates, tokens, gpus, gpus == 1 ? "GPU" : "GPUs", max_tokens,
+        layer, parameters, updates, tokens, gpus, gpus == 1 ? device : device "s", max_tokens,
         update_freq, update_freq == 1 ? "time" : "times"
       printf say "time: about %.2g floating-point operations, which is %.0f hours at 100 TFLOP/s in all (computed, not measured)\n",
         operations, operations / 1e14 / 3600
-      printf say "memory of each GPU: about %.0f GB for parameters, gradients and Adam, and on top what %d tokens need (--max-tokens)\n",
-        bytes * parameters / 1000, max_tokens
+      printf say "memory of each %s: about %.0f GB for parameters, gradients and Adam, and on top what %d tokens need (--max-tokens)\n",
+        device, bytes * parameters / 1000, max_tokens
       printf say "disk: about %.0f GB for %d checkpoints in %s; %.0f GB are free%s\n",
         disk, kept, save, free, free + there < disk ? ", WHICH IS TOO LITTLE" : ""
     }' >&2
+}
+
+# two_stages LR FINETUNE_LR: $stage, fairseq-train's flags for the first stage or, with --finetune, the second, and its $save
+two_stages() {
+  stage=(--lr "$1")
+  [ -n "$finetune" ] || return 0
+  [ -f "$save/checkpoint_best.pt" ] || die "$save holds no checkpoint_best.pt; run train.sh $layer without --finetune first"
+  stage=(--lr "$2" --finetune-from-model "$save/checkpoint_best.pt" --averaging-epoch 0 --stop-when-nonmonotone)
+  save=$save/finetuned
 }
 
 # ------------------------------------------------------------------------------------ the two WMT examples' train.sh
@@ -144,6 +155,14 @@ costs() {
 # them lie between checkpoints ($interval), of which the last are kept ($kept), and flags of fairseq-train in $flags
 wmt_options() {
   local example=$1 width=$(($3 / 32)) tokens=$((8 * 4096)) # 8 replicas, each with a batch of 4096
+  usage="usage: train.sh softmax|mos|moc|mixtape [--gpus N] [--max-tokens N] [--bf16] [--smoke] [--data DIR] [--save DIR] [--seed N] [flags of fairseq-train, which win over those here]
+  --gpus N         GPUs, on all nodes together (default: those that are visible; under srun, times the number of nodes)
+  --max-tokens N   at most as many tokens on a GPU at once (default: 4096); an update has the paper's 32,768 all the same
+  --bf16           bfloat16, where the GPU has it
+  --smoke          a model a thousand times smaller for a few updates on the CPU, to try the recipe
+  --data DIR       what prepare.sh wrote (default: $2)
+  --save DIR       checkpoints and train.log (default: checkpoints/$example.LAYER.seedN)
+  --seed N         default: 1"
   updates=$4 interval=2000 kept=10 flags=()
   train_options "$2" "softmax mos moc mixtape" "${@:5}"
   seed=${seed:-1}
@@ -183,7 +202,8 @@ test_perplexity() { # test_perplexity FLAG...: fairseq-validate of $save/average
   # nll_loss (bits a subword, </s> included) and ppl = 2^nll_loss are those of the model, without label smoothing.
   fairseq-validate "$data" --user-dir "$root/mixtape_plugin" --path "$save/average.pt" --task translation --valid-subset test \
     --log-format simple "$@" >"$save/validate.log" 2>&1 || die "fairseq-validate failed: $(tail -n 1 "$save/validate.log")"
-  grep -o 'nll_loss [0-9.]* | ppl [0-9.]*' "$save/validate.log" | tail -n 1 | sed 's/^/test /' >"$save/test-perplexity.txt.part"
+  grep -o 'nll_loss [^ ]* | ppl [^ ]*' "$save/validate.log" | tail -n 1 | sed 's/^/test /' >"$save/test-perplexity.txt.part" ||
+    die "fairseq-validate gave no perplexity; see $save/validate.log"
   mv "$save/test-perplexity.txt.part" "$save/test-perplexity.txt"
   cat "$save/test-perplexity.txt"
 }
@@ -196,7 +216,8 @@ translate() { # translate TARGET FLAG...: fairseq-generate with $save/average.pt
     --post-process "$bpe" --log-format simple "$@" >"$save/generate.log" 2>&1 ||
     die "fairseq-generate failed: $(tail -n 1 "$save/generate.log")"
   # fairseq translates sentences of similar length together; H-<line number> restores the order of the test set.
-  grep '^H-' "$save/generate.log" | sed 's/^H-//' | sort -n | cut -f 3- | sacremoses -q -l "$target" detokenize >"$save/test.hyp.part"
+  grep '^H-' "$save/generate.log" | sed 's/^H-//' | sort -n | cut -f 3- | sacremoses -q -l "$target" detokenize >"$save/test.hyp.part" ||
+    die "$save/generate.log holds no translations that could be detokenized"
   mv "$save/test.hyp.part" "$save/test.hyp"
 }
 
@@ -207,7 +228,38 @@ scores() { # scores TARGET: all BLEU and chrF of $save/test.hyp, into $save/scor
   cat "$save/score.txt"
 }
 
+# evaluate_translation TARGET LAST epochs|updates: the whole of evaluate.sh after its options; LAST is the default of --last
+evaluate_translation() {
+  local flags=(--max-tokens "${max_tokens:-4096}" ${cpu:+--cpu})
+  no_more "${extra[@]+"${extra[@]}"}"
+  positive --max-tokens "${max_tokens:-4096}"
+  find_references "$1"
+
+  python "$root/scripts/average_checkpoints.py" --last "${last:-$2}" "$save" --by "$3" --output "$save/average.pt"
+  test_perplexity "${flags[@]}"
+  translate "$1" "${flags[@]}"
+  scores "$1"
+}
+
+evaluate_wmt() { # evaluate_wmt DATA TARGET ARGUMENT...: the whole of evaluate.sh; DATA is the default of --data
+  usage="usage: evaluate.sh DIR [--data DIR] [--last N] [--references FILE] [--test-set NAME] [--max-tokens N] [--cpu]
+  DIR                the training's folder; average.pt, test.hyp, test-perplexity.txt, score.txt and score.json appear in it
+  --data DIR         what prepare.sh wrote (default: $1)
+  --last N           how many checkpoints to average (default: 10)
+  --references FILE  detokenized references (default: text/raw.test.$2 of the data)
+  --test-set NAME    instead, the references of sacrebleu's test set, wmt14/full, which it downloads
+  --max-tokens N     tokens of a batch (default: 4096)
+  --cpu              use the CPU where there is a GPU, too"
+  evaluate_options "$1" "${@:3}"
+  evaluate_translation "$2" 10 updates
+}
+
 # --------------------------------------------------------------------------------- evaluate.sh of a language model
+
+check_trained() { # whether there are $save/checkpoint_best.pt and binarized data in $1
+  [ -f "$save/checkpoint_best.pt" ] || die "$save holds no checkpoint_best.pt"
+  [ -f "$1/dict.txt" ] || die "--data $data holds no binarized data; run prepare.sh first"
+}
 
 perplexity() { # perplexity SPLIT COLUMNS UNIT FLAGS...: fairseq-eval-lm of $save/checkpoint_best.pt, into $save/SPLIT.txt
   local split=$1 columns=$2 unit=$3 log=$save/eval.$1.log count bits
@@ -216,7 +268,7 @@ perplexity() { # perplexity SPLIT COLUMNS UNIT FLAGS...: fairseq-eval-lm of $sav
     --gen-subset "$split" --batch-size "$columns" --log-format simple --log-interval 1000 "$@" >"$log" 2>&1 ||
     die "fairseq-eval-lm failed: $(tail -n 1 "$log")"
   count=$(sed -n 's/.*Evaluated \([0-9,]*\) tokens.*/\1/p' "$log")
-  bits=$(sed -n 's/.*Loss (base 2): \([0-9.]*\), Perplexity: \([0-9.]*\).*/\1 bits a '"$unit"', perplexity \2/p' "$log")
+  bits=$(sed -n 's/.*Loss (base 2): \([^ ,]*\), Perplexity: \([^ ]*\).*/\1 bits a '"$unit"', perplexity \2/p' "$log")
   [ -n "$bits" ] || die "fairseq-eval-lm gave no perplexity; see $log"
   echo "$split: $count ${unit}s, $bits" >"$save/$split.txt.part"
   mv "$save/$split.txt.part" "$save/$split.txt"

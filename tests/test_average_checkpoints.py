@@ -1,6 +1,5 @@
 """scripts/average_checkpoints.py against a float64 mean by hand, and the checkpoints it must refuse."""
 
-import importlib.util
 import os
 import shutil
 from argparse import Namespace
@@ -9,11 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from recipes import load_script
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "average_checkpoints.py"
-spec = importlib.util.spec_from_file_location("average_checkpoints", SCRIPT)
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
+script = load_script("average_checkpoints")
 UserError = script.UserError  # from the plugin as the script imports it
 
 

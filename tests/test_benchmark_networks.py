@@ -2,13 +2,13 @@
 
 import copy
 import csv
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from recipes import load_script
 
 from mixtape_plugin.analysis import network_benchmark as library
 from mixtape_plugin.analysis.measuring import Budget, Setting
@@ -17,9 +17,7 @@ from mixtape_plugin.analysis.network_workloads import SHAPES, network_args
 from mixtape_plugin.analysis.workloads import BASELINE, Variant, paper_ratio, variants
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "benchmark_networks.py"
-spec = importlib.util.spec_from_file_location("benchmark_networks", SCRIPT)
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
+script = load_script("benchmark_networks")
 
 LAYERS = ("softmax", "moc-2", "mos-3", "mixtape", "mixtape-no-sharing")
 TINY = SHAPES["ptb"]._replace(

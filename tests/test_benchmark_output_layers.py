@@ -2,7 +2,6 @@
 batch, its peers, a run, what it skips."""
 
 import csv
-import importlib.util
 import math
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from recipes import load_script
 
 from mixtape_plugin.analysis import output_layer_benchmark as library
 from mixtape_plugin.analysis import workloads
@@ -21,9 +21,7 @@ from mixtape_plugin.analysis.workloads import BASELINE, LAYERS, SHAPES, Shape, V
 from mixtape_plugin.errors import UserError
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "benchmark_output_layers.py"
-spec = importlib.util.spec_from_file_location("benchmark_output_layers", SCRIPT)
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
+script = load_script("benchmark_output_layers")
 
 TINY = Shape("50:6:10:3:0.2:20", 50, 6, 10, 3, 0.2, 20)
 

@@ -1,7 +1,6 @@
 """The bottleneck experiment: its truth, its divergence, and that layers of low rank stay behind."""
 
 import csv
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from recipes import load_script
 from scipy.special import digamma
 
 from mixtape_plugin.analysis.bottleneck import LAYERS, FreeContexts, fit, kl_divergence, random_conditional
@@ -107,9 +107,7 @@ def test_command_writes_table_curves_and_drawing(tmp_path):
 
 
 def test_command_refuses_bad_options(tmp_path):
-    spec = importlib.util.spec_from_file_location("bottleneck_script", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("bottleneck")
     (tmp_path / "file").write_text("")
     for options, message in [
         (["--steps", "0"], "--steps 0 is not allowed: at least 10"),

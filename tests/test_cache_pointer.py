@@ -7,13 +7,13 @@ import sys
 
 import pytest
 import torch
+from recipes import load_script
 from toy_language_models import (
     EOS,
     SCRIPTS,
     ToyTask,
     V,
     build,
-    load_script,
     predict_by_hand,
     random_text,
     read_csv,

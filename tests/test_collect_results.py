@@ -1,19 +1,15 @@
 """scripts/collect_results.py on logs and score files made here: whole, damaged, empty, missing."""
 
 import csv
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
+from recipes import load_script
 
 from mixtape_plugin.analysis.results import collect, log_records, validation_curve
 from mixtape_plugin.errors import UserError
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "collect_results.py"
-spec = importlib.util.spec_from_file_location("collect_results", SCRIPT)
-collect_results = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(collect_results)
+collect_results = load_script("collect_results")
 
 TIME = "2026-01-02 03:04:05 | INFO | "
 LAYERS = {"softmax": "output_layer='softmax', num_components=4", "mixtape": "num_components=4, output_layer='mixtape'"}
@@ -260,7 +256,7 @@ def test_plot(folder, tmp_path, monkeypatch):
         (["nowhere"], "nowhere is no folder: give those that train.sh wrote"),
         (["."], ". holds neither train.log nor scores: give the folders that train.sh wrote"),
         (["run", "--plot", "a.png"], "--plot a.png has nothing to show: none of the logs has a validation"),
-        (["seen", "--plot", "a.txt"], "--plot a.txt is not allowed: a name that ends in .png, .pdf or .svg"),
+        (["run", "--csv=a.csv", "--plot=a.txt"], "--plot a.txt is not allowed: a name that ends in .png, .pdf or .svg"),
         (["run", "--csv", "nowhere/a.csv"], "--csv nowhere/a.csv cannot be written: No such file or directory"),
         (["run", "--markdown", "run/x/a.md"], "--markdown run/x/a.md cannot be written: No such file or directory"),
     ],
@@ -272,3 +268,4 @@ def test_mistakes(args, sentence, folder, tmp_path, monkeypatch):
     with pytest.raises(UserError) as error:
         collect_results.main(args)
     assert str(error.value) == sentence
+    assert not list(tmp_path.glob("a.*"))

@@ -9,13 +9,13 @@ import pytest
 import reference_lm
 import torch
 from conftest import USER_DIR, run
+from recipes import load_script
 from toy_language_models import (
     EOS,
     SCRIPTS,
     ToyTask,
     V,
     build,
-    load_script,
     predict_by_hand,
     random_text,
     read_csv,

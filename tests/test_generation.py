@@ -1,23 +1,15 @@
 """From a corpus to scored translations through fairseq's own commands, with each output layer."""
 
-import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 import sacrebleu
 import torch
 from conftest import LAYERS, SENTENCES, USER_DIR, generate_args, hypotheses, load_parameters, run
 from fairseq import checkpoint_utils
+from recipes import load_script
 
 pytestmark = pytest.mark.slow
-
-
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / "scripts" / f"{name}.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
 
 
 def printed_bleu(stdout):

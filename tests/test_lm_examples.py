@@ -134,6 +134,8 @@ def test_words_to_evaluate_a_model_on(ptb, tmp_path):
     done = run(*args, "--dict", ptb / "dict.txt")
     assert done.returncode == 0 and "valid 5, test 4" in done.stdout, done.stderr
     assert "not the papers' text" not in done.stderr
+    assert "prepare.sh: 40.0% of the tokens of valid are not in the dictionary, and <unk> in the data\n" in done.stderr
+    assert "of the tokens of test" not in done.stderr
     assert decoded(out, "valid") == [["</s>"], ["<unk>", "the", "<unk>", "</s>"]]
     assert decoded(out, "test") == [["the", "w1", "</s>"], ["</s>"]]
     assert (out / "dict.txt").read_bytes() == (ptb / "dict.txt").read_bytes()
@@ -171,11 +173,14 @@ def test_downloads_are_checked(ptb_text, tmp_path):
     )
     assert mistake("ptb", "prepare.sh", "--out", tmp_path / "ptb", PTB_URL=url) == message
     assert sorted(files(tmp_path / "ptb")) == []
-    (tmp_path / "wiki.zip").write_bytes(b"PK no archive")
-    done = mistake("wikitext2", "prepare.sh", "--out", tmp_path / "wt2", WIKITEXT2_URL=url + "/wiki.zip")
-    assert "wiki.zip could not be downloaded whole" in done
     with zipfile.ZipFile(tmp_path / "wiki.zip", "w") as archive:
         archive.writestr("wikitext-2/wiki.train.tokens", " = a = \n")
+    whole = (tmp_path / "wiki.zip").read_bytes()
+    for damaged in (b"PK no archive", whole.replace(b" = a = ", b" = b = "), whole[:-10]):
+        (tmp_path / "wiki.zip").write_bytes(damaged)
+        done = mistake("wikitext2", "prepare.sh", "--out", tmp_path / "wt2", WIKITEXT2_URL=url + "/wiki.zip")
+        assert "wiki.zip could not be downloaded whole" in done
+    (tmp_path / "wiki.zip").write_bytes(whole)
     done = mistake("wikitext2", "prepare.sh", "--out", tmp_path / "wt2", WIKITEXT2_URL=url + "/wiki.zip")
     assert done.endswith("holds no wiki.valid.tokens")
     assert (tmp_path / "wt2" / "text" / "train").read_text() == " = a = \n"
@@ -477,7 +482,7 @@ def test_an_archive_that_is_not_safe_is_refused(member, reason, tmp_path):
     message = f"prepare_one_billion_word.py: {archive} is refused: its member {member.name!r} {reason}"
     assert run_text(archive, tmp_path / "deep" / "text", "--shards", 2) == (1, message)
     assert not (tmp_path / "evil").exists() and not (tmp_path / "deep" / "evil").exists()
-    assert not (tmp_path / "deep" / "text" / "dict.txt").exists()
+    assert files(tmp_path / "deep" / "text") == {}
 
 
 def test_one_billion_word_refuses_what_is_not_whole(tmp_path):
@@ -507,9 +512,12 @@ def test_one_billion_word_refuses_what_is_not_whole(tmp_path):
 
     archive = tmp_path / "archive.tar.gz"
     write_archive(archive, one_billion_text())
-    archive.write_bytes(archive.read_bytes()[:-500])
-    code, message = run_text(archive, tmp_path / "other", "--shards", 3)
-    assert code == 1 and message.startswith(f"prepare_one_billion_word.py: {archive} is not a whole .tar.gz: ")
+    whole = archive.read_bytes()
+    for damaged in (whole[:-500], whole[:-8] + bytes(4) + whole[-4:]):  # cut off; another checksum
+        archive.write_bytes(damaged)
+        code, message = run_text(archive, tmp_path / "other", "--shards", 3)
+        assert code == 1 and message.startswith(f"prepare_one_billion_word.py: {archive} is damaged or incomplete: ")
+        assert files(tmp_path / "other") == {}
     code, message = run_text(tmp_path / "nowhere", tmp_path / "other")
     assert code == 1 and "No such file" in message
 

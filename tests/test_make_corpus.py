@@ -1,22 +1,17 @@
 """The quickstart's corpus is what its description says: a random table of full rank, and text drawn from it."""
 
-import importlib.util
 import json
 import math
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from recipes import load_script
 
 from mixtape_plugin.analysis.rank import log_prob_rank
 
-spec = importlib.util.spec_from_file_location(
-    "make_corpus", Path(__file__).resolve().parent.parent / "scripts" / "make_corpus.py"
-)
-make_corpus = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(make_corpus)
+make_corpus = load_script("make_corpus")
 
 
 @pytest.fixture(scope="module")

@@ -546,7 +546,11 @@ def test_words_are_counted_in_bounded_memory(tmp_path, monkeypatch):
 def test_a_process_that_is_killed_is_noticed(tmp_path):
     (tmp_path / "text").write_text("a\n" * 5)
     with pytest.raises(ValueError, match="one of the processes was killed"):
-        list(prepare_parallel.in_order(kill_oneself, prepare_parallel.chunks_of(tmp_path / "text"), 2, len, ()))
+        list(
+            prepare_parallel.in_order(
+                kill_oneself, prepare_parallel.chunks_of(tmp_path / "text"), 2, prepare_parallel.nothing
+            )
+        )
 
 
 def kill_oneself(chunk):

@@ -1,6 +1,5 @@
 """scripts/score.py against sacrebleu's own functions, multi-bleu's formula by hand, and a user's mistakes."""
 
-import importlib.util
 import json
 import math
 import subprocess
@@ -10,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import sacrebleu
+from recipes import load_script
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "score.py"
-spec = importlib.util.spec_from_file_location("score", SCRIPT)
-score_script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(score_script)
+score_script = load_script("score")
 
+NO_FILE = "No such file or directory"
 HYPOTHESES = [
     "Ein Mann im T-Shirt spielt auf einer E-Gitarre ein Lied.",
     "Zwei Hunde laufen über die grüne Wiese .",
@@ -147,7 +146,7 @@ def test_a_line_ends_at_newlines_only(tmp_path, ending):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "hyp cannot be read: No such file or directory"),
+        (None, f"hyp cannot be read: {NO_FILE}"),
         (b"", "hyp is empty"),
         (b"gut\n\xff\xfe\n", "hyp is not UTF-8 text: invalid start byte in byte 4"),
         (b"eins\nzwei\n", "there are 2 hypotheses and 5 references"),
@@ -164,6 +163,13 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, content, message):
     assert stop.value.code.startswith("score.py: ") and stop.value.code.endswith(message)
     assert "\n" not in stop.value.code and capsys.readouterr().out == ""
     assert not (tmp_path / "score.json").exists()
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    files = [write(tmp_path / "hyp", HYPOTHESES), "--references", write(tmp_path / "ref", REFERENCES)]
+    with pytest.raises(SystemExit) as stop:
+        score_script.main(arguments("--hypotheses", *files, "--json", tmp_path / "nowhere" / "score.json"))
+    assert stop.value.code == f"score.py: --json {tmp_path}/nowhere/score.json cannot be written: {NO_FILE}"
 
 
 def test_unknown_test_set(tmp_path):

@@ -314,6 +314,29 @@ def test_commands_of_evaluation(example, model, bpe, tmp_path):
     )
 
 
+def test_evaluation_without_an_outcome(example, tmp_path):
+    """A perplexity that is no common number is kept as it is; where there is none, or no translation, a sentence."""
+    data, save = tmp_path / "data", tmp_path / "save"
+    (data / "text").mkdir(parents=True)
+    save.mkdir()
+    flags = ["evaluate.sh", save, "--data", data, "--test-set", "wmt14/full"]
+
+    def tools(name, validate, generate):
+        commands = {"fairseq_validate": f"echo '{validate}'", "fairseq_generate": f"echo '{generate}'"}
+        return stub(tmp_path / name, python="", sacrebleu="", sacremoses="cat", **commands)
+
+    no_perplexity = tools("a", "nothing", "H-0\t-1\tx")
+    message = f"evaluate.sh: fairseq-validate gave no perplexity; see {save}/validate.log"
+    assert mistake(example, *flags, MIXTAPE_VENV=no_perplexity) == message
+    assert not (save / "test-perplexity.txt").exists()
+
+    no_translation = tools("b", "nll_loss 60.1 | ppl 1.2357e+18 | wps 3", "nothing")
+    message = f"evaluate.sh: {save}/generate.log holds no translations that could be detokenized"
+    assert mistake(example, *flags, MIXTAPE_VENV=no_translation) == message
+    assert (save / "test-perplexity.txt").read_text() == "test nll_loss 60.1 | ppl 1.2357e+18\n"
+    assert not (save / "test.hyp").exists()
+
+
 # ------------------------------------------------------------------------------------------------------- mistakes
 
 
@@ -330,6 +353,8 @@ def test_mistakes(example, no_data, printing, tmp_path):
     flags += ["--data", no_data]
     message = "train.sh: --gpus is '0', allowed is a positive whole number"
     assert mistake(example, *flags, "--gpus", 0) == message
+    message = "train.sh: MIXTAPE_VENV is nowhere, which is no folder; scripts/setup.sh sets up all that is needed"
+    assert mistake(example, *flags, MIXTAPE_VENV="nowhere") == message
     message = "train.sh: --max-tokens is 'x', allowed is a positive whole number"
     assert mistake(example, *flags, "--max-tokens", "x") == message
     message = "train.sh: --gpus is 40000, more than an update has tokens, 32768"
@@ -349,6 +374,8 @@ def test_mistakes(example, no_data, printing, tmp_path):
     assert mistake(example, *flags, "--references", "x", "--test-set", "y") == message
     message = f"evaluate.sh: --test-set wmt0 en-{target} is not to be had from sacrebleu; {way_out}"
     assert mistake(example, *flags, "--test-set", "wmt0") == message
+    message = "evaluate.sh: --max-tokens is '0', allowed is a positive whole number"
+    assert mistake(example, *flags, "--max-tokens", 0) == message
     assert mistake(example, *flags, "--beam", 5) == "evaluate.sh: unknown option --beam; see evaluate.sh --help"
     (empty / "checkpoint_1_2.pt").write_bytes(b"")
     message = f"error: --last asks for 10 checkpoints, and {empty} has 1 named checkpoint_E_U.pt"

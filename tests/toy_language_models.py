@@ -1,7 +1,6 @@
 """Small AWD-LSTM language models and texts for the tests of what is done with a trained one."""
 
 import csv
-import importlib.util
 import random
 from argparse import Namespace
 from pathlib import Path
@@ -97,13 +96,6 @@ def train(folder, *options):
     folders = [data, "--save-dir", checkpoints, "--user-dir", USER_DIR]
     run("train", *folders, *f"{model} {training} {step} {logs}".split(), *options)
     return SimpleNamespace(data=str(data), path=str(checkpoints / "checkpoint_last.pt"))
-
-
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(f"{name}_script", SCRIPTS / f"{name}.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
 
 
 def read_csv(path):

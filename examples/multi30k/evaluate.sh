@@ -9,12 +9,5 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/scripts/training.sh"
 
 evaluate_options data-bin/multi30k.en-de "$@"
-no_more "${extra[@]+"${extra[@]}"}"
 reference=$(compgen -G "$data/text/raw.test.*" | grep -v '\.en$') || die "--data $data holds no text/raw.test.*; run prepare.sh first"
-target=${reference##*.}
-find_references "$target"
-
-python "$root/scripts/average_checkpoints.py" --last 5 "$save" --output "$save/average.pt"
-test_perplexity --max-tokens 4096
-translate "$target" --max-tokens 4096
-scores "$target"
+evaluate_translation "${reference##*.}" 5 epochs # average, fairseq-validate, fairseq-generate, score.py

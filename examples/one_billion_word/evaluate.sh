@@ -9,9 +9,8 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/scripts/training.sh"
 
 evaluate_options data-bin/one_billion_word "$@"
-[ -f "$save/checkpoint_best.pt" ] || die "$save holds no checkpoint_best.pt"
+check_trained "$data/shard00"
 data=$data/shard00 # which has valid and test
-[ -f "$data/dict.txt" ] || die "--data ${data%/shard00} holds no binarized data; run prepare.sh first"
 
 perplexity valid 10 token --tokens-per-sample 35 "${extra[@]+"${extra[@]}"}"
 perplexity test 1 token --tokens-per-sample 35 "${extra[@]+"${extra[@]}"}"

@@ -21,13 +21,7 @@ esac
 seed=${seed:-$default_seed}
 save=${save:-checkpoints/ptb.$layer.seed$seed}
 [ -f "$data/dict.txt" ] || die "--data $data holds no binarized data; run prepare.sh first"
-if [ -n "$finetune" ]; then
-  [ -f "$save/checkpoint_best.pt" ] || die "$save holds no checkpoint_best.pt; run train.sh $layer without --finetune first"
-  stage=(--lr "$finetune_lr" --finetune-from-model "$save/checkpoint_best.pt" --averaging-epoch 0 --stop-when-nonmonotone)
-  save=$save/finetuned
-else
-  stage=(--lr "$lr")
-fi
+two_stages "$lr" "$finetune_lr"
 
 logged fairseq-train "$data" --user-dir "$root/mixtape_plugin" --save-dir "$save" --seed "$seed" \
   --task bptt_language_modeling --tokens-per-sample 70 "${segments[@]+"${segments[@]}"}" \

@@ -9,8 +9,7 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/scripts/training.sh"
 
 evaluate_options data-bin/text8 "$@"
-[ -f "$save/checkpoint_best.pt" ] || die "$save holds no checkpoint_best.pt"
-[ -f "$data/dict.txt" ] || die "--data $data holds no binarized data; run prepare.sh first"
+check_trained "$data"
 
 # The hidden state is carried along, so that the length of a segment changes the speed and no result.
 perplexity valid 10 character --remove-eos --tokens-per-sample 1000 "${extra[@]+"${extra[@]}"}"

@@ -11,8 +11,7 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/scripts/training.sh"
 
 evaluate_options data-bin/wikitext2 "$@"
-[ -f "$save/checkpoint_best.pt" ] || die "$save holds no checkpoint_best.pt"
-[ -f "$data/dict.txt" ] || die "--data $data holds no binarized data; run prepare.sh first"
+check_trained "$data"
 
 adapt wikitext2
 perplexity valid 10 token --tokens-per-sample 70 "${extra[@]+"${extra[@]}"}"

@@ -14,20 +14,14 @@ source "$root/scripts/training.sh"
 train_options data-bin/wikitext2 "softmax mos moc mixtape" "$@"
 case $layer in
   # Merity et al. 2018
-  softmax) arch=awd_lstm_lm_wikitext2 lr=30 finetune_lr=30 batch=80 default_seed=1882 epochs=750 segments=() ;;
+  softmax) arch=awd_lstm_lm_wikitext2 lr=30 finetune_lr=30 batch=80 epochs=750 segments=() ;;
   # Yang et al. 2018; MoC and Mixtape with the values of MoS
-  *) arch=awd_lstm_lm_wikitext2_$layer lr=15 finetune_lr=20 batch=15 default_seed=1882 epochs=1000 segments=(--small-batch-size 5 --max-segment-length 90) ;;
+  *) arch=awd_lstm_lm_wikitext2_$layer lr=15 finetune_lr=20 batch=15 epochs=1000 segments=(--small-batch-size 5 --max-segment-length 90) ;;
 esac
-seed=${seed:-$default_seed}
+seed=${seed:-1882}
 save=${save:-checkpoints/wikitext2.$layer.seed$seed}
 [ -f "$data/dict.txt" ] || die "--data $data holds no binarized data; run prepare.sh first"
-if [ -n "$finetune" ]; then
-  [ -f "$save/checkpoint_best.pt" ] || die "$save holds no checkpoint_best.pt; run train.sh $layer without --finetune first"
-  stage=(--lr "$finetune_lr" --finetune-from-model "$save/checkpoint_best.pt" --averaging-epoch 0 --stop-when-nonmonotone)
-  save=$save/finetuned
-else
-  stage=(--lr "$lr")
-fi
+two_stages "$lr" "$finetune_lr"
 
 logged fairseq-train "$data" --user-dir "$root/mixtape_plugin" --save-dir "$save" --seed "$seed" \
   --task bptt_language_modeling --tokens-per-sample 70 "${segments[@]+"${segments[@]}"}" \

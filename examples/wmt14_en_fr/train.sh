@@ -3,14 +3,6 @@
 # On all visible GPUs, or the CPU. A rerun with the same --save goes on from its last checkpoint.
 set -euo pipefail
 
-usage="usage: train.sh softmax|mos|moc|mixtape [--gpus N] [--max-tokens N] [--bf16] [--smoke] [--data DIR] [--save DIR] [--seed N] [flags of fairseq-train, which win over those here]
-  --gpus N         GPUs, on all nodes together (default: those that are visible; under srun, times the number of nodes)
-  --max-tokens N   at most as many tokens on a GPU at once (default: 4096); an update has the paper's 32,768 all the same
-  --bf16           bfloat16, where the GPU has it
-  --smoke          a model a thousand times smaller for a few updates on the CPU, to try the recipe
-  --data DIR       what prepare.sh wrote (default: data-bin/wmt14_en_fr)
-  --save DIR       checkpoints and train.log (default: checkpoints/wmt14_en_fr.LAYER.seedN)
-  --seed N         default: 1"
 root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/scripts/training.sh"
 
