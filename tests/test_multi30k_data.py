@@ -34,18 +34,8 @@ def test_multi30k_from_raw_text_to_the_table(target, bpe, layer, tmp_path, capsy
             joined = [line.replace("@@ ", "") for line in stages[2]]
         assert joined == stages[1]
 
-    output(
-        "multi30k",
-        "train.sh",
-        layer,
-        "--data",
-        data,
-        "--save",
-        save,
-        *recipes.TINY_TRANSFORMER,
-        "--max-epoch",
-        5,
-    )
+    flags = ["--data", data, "--save", save, *recipes.TINY_TRANSFORMER, "--max-epoch", 5]
+    output("multi30k", "train.sh", layer, *flags)
     output("multi30k", "evaluate.sh", save, "--data", data)
     hypotheses = lines(save / "test.hyp")
     assert len(hypotheses) == 40 and not any("@@" in line or "\u2581" in line for line in hypotheses)
