@@ -1,5 +1,7 @@
 """The one exception for mistakes that the user can mend, and the check of options that raises it."""
 
+AFTER_DIVERGENCE = "lower --lr; checkpoints that were saved before are as they were"
+
 
 class UserError(ValueError):
     """One sentence for the user: the option or file, its value, and what is allowed.

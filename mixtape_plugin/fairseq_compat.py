@@ -26,7 +26,7 @@ from fairseq.tasks import translation
 from fairseq.trainer import Trainer
 from omegaconf import OmegaConf
 
-from mixtape_plugin.errors import UserError
+from mixtape_plugin.errors import AFTER_DIVERGENCE, UserError
 
 TRUST_CHECKPOINTS = "MIXTAPE_TRUST_CHECKPOINTS"
 FULL_TRACEBACK = "MIXTAPE_TRACEBACK"
@@ -330,10 +330,8 @@ def name_the_update_that_diverged() -> None:
             except FloatingPointError as error:
                 if "gradients are Nan/Inf" not in str(error) and "Minimum loss scale reached" not in str(error):
                     raise
-                raise UserError(
-                    f"{str(error).rstrip('.')} at update {self.get_num_updates() + 1}: lower --lr; checkpoints that "
-                    "were saved before are as they were"
-                ) from error
+                reason = str(error).split(". ")[0].rstrip(".")
+                raise UserError(f"{reason} at update {self.get_num_updates() + 1}: {AFTER_DIVERGENCE}") from error
 
         return train_step_or_say
 

@@ -386,8 +386,8 @@ def mix_(leaves: Tensor, gates: Tensor, noise: float, out: Tensor) -> None:
         noise: standard deviation of the normal noise that each gate logit gets. Its seed comes from torch's generator
             of the CPU.
     """
-    # from 2³² on: Triton would compile another kernel for a seed of 32 bits
-    seed = int(torch.randint(1 << 32, 1 << 62, ())) if noise > 0 else 1 << 32
+    # from 2³² on, and odd: Triton would compile another kernel for a seed of 32 bits or a multiple of 16
+    seed = int(torch.randint(1 << 32, 1 << 62, ())) | 1 if noise > 0 else 1 << 32
     launch_on_tree(mix_kernel, leaves, gates, out, seed=seed, noise=float(noise))
 
 

@@ -73,7 +73,7 @@ def check_vocabulary(saved, dictionary, masked_tokens):
     if saved != vocabulary_digest(dictionary, masked_tokens):
         raise UserError(
             f"the dictionary of these data ({len(dictionary)} types) is not the one that the checkpoint was trained "
-            "with, or one of the two goes with --remove-eos: give the data folder that was made with it"
+            "with, or one of the two goes with --remove-eos: give its data folder, and --remove-eos as it was then"
         )
 
 
@@ -86,9 +86,10 @@ class AWDLSTMDecoder(FairseqIncrementalDecoder):
     The hidden state is kept here from one segment of a text to the next, under the text's name (``stream``): what
     evaluates a model need not know of it, and validation does not disturb training.
 
-    A checkpoint of another vocabulary is refused, in training too (``vocabulary_digest``).
+    A checkpoint of another vocabulary is refused, in training too (``vocabulary_version``).
 
-    Initial values as in the authors' code: embeddings U(±0.1), output bias 0, LSTM U(±1/√H), others U(±1/√fan-in).
+    Initial values as in the authors' code: embeddings U(±0.1), output bias 0, LSTM U(±1/√H), others U(±1/√fan-in)
+    but for Mixtape's gates by token, which the papers have no values for: v_x N(0, 1/d2), b_x 0.
     """
 
     def __init__(self, args, dictionary, masked_tokens=()):
@@ -110,8 +111,9 @@ class AWDLSTMDecoder(FairseqIncrementalDecoder):
             tied_weight=None if args.untie_embeddings else self.embed_tokens.weight,
             masked_tokens=masked_tokens,
         )
+        # fairseq's moving averages leave a "version" alone; int64, so that it is also the average of its copies.
         digest = bytes.fromhex(vocabulary_digest(dictionary, masked_tokens))
-        self.register_buffer("vocabulary_digest", torch.tensor(list(digest), dtype=torch.uint8))
+        self.register_buffer("vocabulary_version", torch.tensor(list(digest)))
         nn.init.uniform_(self.embed_tokens.weight, -0.1, 0.1)
         nn.init.uniform_(self.output_projection.weight, -0.1, 0.1)
         self.states = {}
@@ -172,7 +174,7 @@ class AWDLSTMDecoder(FairseqIncrementalDecoder):
     def upgrade_state_dict_named(self, state_dict, name):
         """Raises UserError for parameters of another vocabulary; fairseq calls it whenever it is about to load some."""
         super().upgrade_state_dict_named(state_dict, name)
-        saved = state_dict.setdefault(f"{name}.vocabulary_digest", self.vocabulary_digest)
+        saved = state_dict.setdefault(f"{name}.vocabulary_version", self.vocabulary_version)
         check_vocabulary(bytes(saved.tolist()).hex(), self.dictionary, self.output_projection.masked_tokens)
 
     def max_positions(self):

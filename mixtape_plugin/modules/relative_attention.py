@@ -64,17 +64,20 @@ class RelativeMultiheadAttention(MultiheadAttention):
             k, v, key_padding_mask = self._extend_cache(incremental_state, k, v, key_padding_mask)
 
         distance = self._distance_index(length, k.size(2), query.device).expand(batch, self.num_heads, -1, -1)
-        logits = q @ k.transpose(2, 3) + (q @ self.relative_key.t()).gather(3, distance)  # [B, H, T, S]
+        # Many positions share the farthest distance: their sum, here in backward and below, needs float32.
+        precise = torch.promote_types(q.dtype, torch.float32)
+        by_distance = (q @ self.relative_key.t()).to(precise)
+        logits = q @ k.transpose(2, 3) + by_distance.gather(3, distance)  # [B, H, T, S]
         if attn_mask is not None:
             logits = logits + attn_mask
         if key_padding_mask is not None:
             logits = logits.masked_fill(key_padding_mask[:, None, None, :].to(torch.bool), float("-inf"))
-        weights_float = torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        weights = self.dropout_module(weights_float.type_as(logits))
+        weights_float = torch.softmax(logits, dim=-1, dtype=precise)
+        weights = self.dropout_module(weights_float)
 
         by_distance = weights.new_zeros(batch, self.num_heads, length, len(self.relative_value))
         by_distance = by_distance.scatter_add(3, distance, weights)
-        attended = weights @ v + by_distance @ self.relative_value
+        attended = weights.type_as(v) @ v + by_distance.type_as(v) @ self.relative_value
         output = self.out_proj(attended.permute(2, 0, 1, 3).reshape(length, batch, self.embed_dim))
         if not (need_weights or need_head_weights):
             return output, None

@@ -18,13 +18,11 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import II
 
 from mixtape_plugin.data.bptt_dataset import BpttDataset, TokenStream, draw_segment_lengths
-from mixtape_plugin.errors import UserError, check_values
+from mixtape_plugin.errors import AFTER_DIVERGENCE, UserError, check_values
 from mixtape_plugin.models.awd_lstm_lm import check_vocabulary, vocabulary_digest
 from mixtape_plugin.optim.nt_asgd import NTASGD
 
 logger = logging.getLogger(__name__)
-
-AFTER_DIVERGENCE = "lower --lr; checkpoints that were saved before are as they were"
 
 
 @dataclass
@@ -85,7 +83,8 @@ class BpttLanguageModelingTask(LanguageModelingTask):
     - Symbols that fairseq adds (``<s>``, ``<pad>``, ``madeupword…``) are in ``masked_tokens``: a model of this plugin
       gives them probability 0.
     - With ``--optimizer nt_asgd`` validation and saved models use the averaged weights.
-    - A checkpoint in the middle of an epoch has the hidden states of all processes.
+    - A checkpoint in the middle of an epoch has the hidden states of all processes; of the first one alone with
+      ``--disable-validation``, and none in stock fairseq 0.12.2: a resume there starts from zeros, with a warning.
 
     Raises:
         UserError: an option's value is not allowed; no ``--batch-size``; a text with a symbol that is masked; a
@@ -254,8 +253,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
         found = getattr(optimizer, "fp32_optimizer", optimizer)
         if not isinstance(found, NTASGD):
             return None
-        if found is not optimizer:
-            found.after_swap = optimizer._sync_fp32_params_to_fp16
+        found.after_swap = getattr(optimizer, "_sync_fp32_params_to_fp16", None)  # --amp keeps one set of weights
         return found
 
     def small_batches(self, sample):
@@ -274,10 +272,8 @@ class BpttLanguageModelingTask(LanguageModelingTask):
                 "src_lengths": sample["net_input"]["src_lengths"][rows],
                 "stream": f"{sample['net_input']['stream']}:{begin}",
             }
-            ntokens = int(target.ne(self.dictionary.pad()).sum())
-            parts.append(
-                {**sample, "nsentences": len(target), "ntokens": ntokens, "net_input": net_input, "target": target}
-            )
+            sizes = {"nsentences": len(target), "ntokens": target.numel()}  # no padding: training columns are full
+            parts.append({**sample, **sizes, "net_input": net_input, "target": target})
         return parts
 
     def optimizer_step(self, optimizer, model, update_num):
