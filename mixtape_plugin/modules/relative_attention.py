@@ -66,8 +66,8 @@ class RelativeMultiheadAttention(MultiheadAttention):
         distance = self._distance_index(length, k.size(2), query.device).expand(batch, self.num_heads, -1, -1)
         # Many positions share the farthest distance: their sum, here in backward and below, needs float32.
         precise = torch.promote_types(q.dtype, torch.float32)
-        by_distance = (q @ self.relative_key.t()).to(precise)
-        logits = q @ k.transpose(2, 3) + by_distance.gather(3, distance)  # [B, H, T, S]
+        logits_by_distance = (q @ self.relative_key.t()).to(precise)
+        logits = q @ k.transpose(2, 3) + logits_by_distance.gather(3, distance)  # [B, H, T, S]
         if attn_mask is not None:
             logits = logits + attn_mask
         if key_padding_mask is not None:
