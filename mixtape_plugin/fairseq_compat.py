@@ -18,10 +18,12 @@ import warnings
 
 import numpy as np
 import torch
-from fairseq import checkpoint_utils, options
+from fairseq import checkpoint_utils, optim, options
 from fairseq.data import Dictionary, data_utils, indexed_dataset, language_pair_dataset, token_block_dataset
 from fairseq.distributed import utils as distributed_utils
 from fairseq.modules import dynamic_crf_layer
+from fairseq.optim.composite import FairseqCompositeOptimizer
+from fairseq.optim.fp16_optimizer import _FP16OptimizerMixin
 from fairseq.tasks import translation
 from fairseq.trainer import Trainer
 from omegaconf import OmegaConf
@@ -46,6 +48,8 @@ def apply() -> None:
     refuse_broken_data()
     train_bf16_without_xla()
     name_the_update_that_diverged()
+    keep_float32_weights_in_checkpoints()
+    scale_weight_decay_by_parameter()
 
 
 def _replace(owner, name: str, make_wrapper) -> None:
@@ -336,6 +340,72 @@ def name_the_update_that_diverged() -> None:
         return train_step_or_say
 
     _replace(Trainer, "train_step", wrapper)
+
+
+def keep_float32_weights_in_checkpoints() -> None:
+    """Resume a training in half precision with the float32 weights it had.
+
+    With --fp16 and --bf16 the optimizer works on float32 copies, but only the rounded weights are saved, so that a
+    resumed training is another one: a weight in bfloat16 has 8 bits. The copies go into the optimizer's state.
+    """
+
+    def weights(optimizer):
+        copies = optimizer.fp32_params
+        return list(copies.values()) if isinstance(copies, dict) else list(copies)
+
+    def saver(state_dict):
+        def state_dict_with_weights(self):
+            copies = [weight.detach().clone() for weight in weights(self)]
+            return {**state_dict(self), "float32_weights": copies}
+
+        return state_dict_with_weights
+
+    def loader(load_state_dict):
+        @torch.no_grad()
+        def load_state_dict_with_weights(self, state_dict, optimizer_overrides=None):
+            copies = state_dict.get("float32_weights", ())  # none in older checkpoints
+            state_dict = {name: value for name, value in state_dict.items() if name != "float32_weights"}
+            load_state_dict(self, state_dict, optimizer_overrides)
+            for weight, copy in zip(weights(self), copies):
+                weight.copy_(copy)
+
+        return load_state_dict_with_weights
+
+    _replace(_FP16OptimizerMixin, "state_dict", saver)
+    _replace(_FP16OptimizerMixin, "load_state_dict", loader)
+
+
+def scale_weight_decay_by_parameter() -> None:
+    """Let every optimizer heed a parameter's own `optim_overrides = {"optimizer": {"weight_decay_scale": …}}`.
+
+    fairseq's composite optimizer alone does. Gradients that fairseq flattens for --fp16 on a GPU are one parameter,
+    and keep one weight decay.
+    """
+
+    def wrapper(build_optimizer):
+        def build_optimizer_with_groups(*args, **kwargs):
+            optimizer = build_optimizer(*args, **kwargs)
+            if not isinstance(optimizer, FairseqCompositeOptimizer):
+                _split_by_weight_decay(optimizer.optimizer)
+            return optimizer
+
+        return build_optimizer_with_groups
+
+    _replace(optim, "build_optimizer", wrapper)
+
+
+def _split_by_weight_decay(optimizer: torch.optim.Optimizer) -> None:
+    """Move parameters with a `weight_decay_scale` into parameter groups of their own."""
+    for group in list(optimizer.param_groups):
+        scales = {}
+        for parameter in group["params"]:
+            scale = getattr(parameter, "optim_overrides", {}).get("optimizer", {}).get("weight_decay_scale", 1)
+            scales.setdefault(scale, []).append(parameter)
+        if "weight_decay" not in group or scales.keys() <= {1}:
+            continue
+        group["params"] = scales.pop(1, [])
+        for scale, parameters in scales.items():
+            optimizer.add_param_group({**group, "params": parameters, "weight_decay": scale * group["weight_decay"]})
 
 
 # (beginning of the message as a regular expression, category); each was seen in a log of fairseq-train or -generate.

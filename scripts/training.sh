@@ -30,7 +30,7 @@ take_options() {
 # train_options DATA "LAYER..." ARGUMENT...: $layer, and $data $save $seed … $extra as in take_options; DATA is the default of $data
 train_options() {
   local layers=$2 found
-  data=$1 save="" seed="" finetune="" gpus="" max_tokens="" bf16="" smoke="" layer=""
+  data=$1 save="" seed="" finetune="" gpus="" max_tokens="" bf16="" float32="" smoke="" layer=""
   shift 2
   command=$(printf ' %q' "${0#"$root/"}" "$@") command=${command# }
   case ${1-} in -h | --help) echo "$usage"; exit ;; esac
@@ -102,6 +102,17 @@ split_update() {
   update_freq=$((($1 + $2 * $3 - 1) / ($2 * $3)))
   max_tokens=$(($1 / ($2 * update_freq)))
   [ "$max_tokens" -gt 0 ] || die "--max-tokens is $3, too few for an update of $1 tokens on $2 GPUs"
+}
+
+# cpu_precision: $precision, flags of fairseq-train for a training on the CPU: bfloat16 where the processor multiplies in it, unless
+# $float32; nothing where there is a GPU. And memory of a step is kept for the next one instead of given back to the system.
+cpu_precision() {
+  precision=()
+  on_cpu || ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || return 0
+  export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592
+  [ -z "$float32" ] && grep -qsE '\b(avx512_bf16|amx_bf16)\b' /proc/cpuinfo || return 0
+  precision=(--bf16)
+  echo "train.sh: on the CPU, in bfloat16, which it multiplies faster; --float32 turns it off" >&2
 }
 
 check_bf16() { # before fairseq finds out on the way

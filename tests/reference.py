@@ -16,7 +16,7 @@ import torch
 def softmax_log_probs(params, features):
     """log p(x|c) of a softmax, MoS eq. 1 plus a bias; features [N, D] -> [N, V]. Here E = D."""
     params = _double(params)
-    return torch.log_softmax(_logits(params, features.double()), dim=-1)
+    return torch.log_softmax(_logits(params, params.get("context_scale", 1) * features.double()), dim=-1)
 
 
 def mos_log_probs(params, features, *, num_components, context_mask=None):
@@ -91,12 +91,13 @@ def mixtape_log_probs(
 
 
 def context_vectors(params, features, num_components, context_mask=None):
-    """h_k = tanh(H_k g + b_k), Mixtape eq. 5 (MoS: W_{h,k}), times its mask; features [N, D] -> K tensors [N, E]."""
+    """h_k = tanh(H_k g + b_k), Mixtape eq. 5 (MoS: W_{h,k}), times a scale if there is one, times its mask; features [N, D] -> K tensors [N, E]."""
     embed_dim = params["weight"].shape[1]
     contexts = []
     for k in range(num_components):
         rows = slice(k * embed_dim, (k + 1) * embed_dim)
         context = torch.tanh(features @ params["context.weight"][rows].T + params["context.bias"][rows])
+        context = params.get("context_scale", 1) * context
         contexts.append(context if context_mask is None else context * context_mask[:, k].double())
     return contexts
 

@@ -7,13 +7,13 @@ usage="usage: prepare.sh [--from DIR] [--target de|fr] [--out DIR] [--merges N] 
   --from DIR    take {train,val,test_2016_flickr}.{en,de,fr}, plain or .gz, from DIR instead of downloading them
   --target L    target language, de (default) or fr
   --out DIR     binarized data, the text in DIR/text (default: data-bin/multi30k.en-L)
-  --merges N    BPE merges (of sentencepiece: subwords), learned on both languages together (default: 4000)
+  --merges N    BPE merges (of sentencepiece: subwords), learned on both languages together (default: 10000)
   --bpe TOOL    subword-nmt (default) or sentencepiece
   --workers N   processes (default: 2); the data is the same with any number of them"
 root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/scripts/translation.sh"
 
-from="" target=de out="" merges=4000 bpe=subword-nmt workers=2
+from="" target=de out="" merges=10000 bpe=subword-nmt workers=2
 translation_options target "$@"
 case $target in de | fr) ;; *) die "--target is '$target', allowed are de and fr" ;; esac
 out=${out:-data-bin/multi30k.en-$target}

@@ -108,8 +108,8 @@ class NTASGD(FairseqOptimizer):
         self.history.append(valid_loss)
 
     def _start_averaging(self):
-        lr = self.get_lr()
-        self._optimizer = torch.optim.ASGD(list(self.params), **{**self.optimizer_config, "lr": lr}, t0=0, lambd=0)
+        groups = [{name: group[name] for name in ("params", "lr", "weight_decay")} for group in self.param_groups]
+        self._optimizer = torch.optim.ASGD(groups, t0=0, lambd=0)
         # fairseq calls this on every process just before it saves a checkpoint, validated or not.
         self._optimizer.consolidate_state_dict = self.use_average
 

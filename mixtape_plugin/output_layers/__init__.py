@@ -4,6 +4,7 @@ layer = build_output_layer(OutputLayerConfig(output_layer="mixtape"), feature_di
 loss, nll = layer.loss(features, target)
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Optional, Sequence
 
@@ -33,6 +34,10 @@ class OutputLayerConfig(FairseqDataclass):
     output_embed_dim: Optional[int] = field(
         default=None,
         metadata={"help": "E, width of an untied output embedding (default: that of the features; tied: its own)"},
+    )
+    context_scale: Optional[float] = field(
+        default=None,
+        metadata={"help": "h_k, or softmax's features, times a learned scale that starts here; 0 or left out: none"},
     )
     context_dropout: float = field(default=0.0, metadata={"help": "dropout on the context vectors h_k"})
     locked_context_dropout: bool = field(
@@ -68,6 +73,7 @@ def check_config(config) -> None:
         "output_layer": (config.output_layer in OUTPUT_LAYERS, " or ".join(OUTPUT_LAYERS)),
         "num_components": (config.num_components >= 1, "at least 1"),
         "output_embed_dim": (config.output_embed_dim is None or config.output_embed_dim >= 1, "at least 1"),
+        "context_scale": (0 <= (config.context_scale or 0) < math.inf, "more than 0, or 0 (none)"),
         "context_dropout": (0 <= config.context_dropout < 1, "from 0 to less than 1"),
         "gate_dim": (config.gate_dim >= 1, "at least 1"),
         "gate_dropout": (0 <= config.gate_dropout < 1, "from 0 to less than 1"),

@@ -19,6 +19,8 @@ from mixtape_plugin.modules.locked_dropout import locked_dropout
 
 # Scores held at once by the eager loss: 1 GiB in float32. A loss over more of them goes through them in chunks.
 MAX_SCORES = 2**28
+# How fairseq lets a parameter ask for it.
+NO_WEIGHT_DECAY = {"optimizer": {"weight_decay_scale": 0.0}}
 
 
 def cross_entropy(
@@ -82,6 +84,10 @@ class OutputLayer(nn.Module):
             nn.init.normal_(tied_weight, std=self.embed_dim**-0.5)
         self.weight = tied_weight
         self.bias = nn.Parameter(torch.zeros(vocab_size))
+        # None leaves no trace in a checkpoint.
+        self.context_scale = nn.Parameter(torch.tensor([float(config.context_scale)])) if config.context_scale else None
+        if self.context_scale is not None:
+            self.context_scale.optim_overrides = NO_WEIGHT_DECAY
         self.masked_tokens = tuple(masked_tokens)
         mask = None
         if self.masked_tokens:
@@ -95,6 +101,14 @@ class OutputLayer(nn.Module):
         if self.vocabulary_mask is None:
             return self.bias
         return self.bias.masked_fill(self.vocabulary_mask, -torch.inf)
+
+    def scaled(self, contexts: Tensor) -> Tensor:
+        """α·h for a context vector h: α is ``context_scale``, learned from ``--context-scale``; without it h itself.
+
+        Not of the papers. A logit starts with the standard deviation of h·w, which the tanh, the tied embedding and
+        the average over components leave far too small; α undoes that, and widens the bound |h| ≤ 1 of a tanh.
+        """
+        return contexts if self.context_scale is None else contexts * self.context_scale
 
     @property
     def is_fused_inference(self) -> bool:
@@ -195,7 +209,8 @@ class OutputLayer(nn.Module):
 
 
 class MixtureLayer(OutputLayer):
-    """An output layer over K context vectors h_k = tanh(H_k g + b_k) (Mixtape eq. 5; MoS calls H_k W_{h,k})."""
+    """An output layer over K context vectors h_k = α·tanh(H_k g + b_k) (Mixtape eq. 5, where α = 1; MoS calls H_k
+    W_{h,k})."""
 
     def __init__(self, config, feature_dim, vocab_size, tied_weight=None, masked_tokens=()):
         super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
@@ -208,7 +223,7 @@ class MixtureLayer(OutputLayer):
 
     def context_vectors(self, features: Tensor) -> Tensor:
         """h_k after dropout, [..., K, E]."""
-        contexts = torch.tanh(self.context(features))
+        contexts = self.scaled(torch.tanh(self.context(features)))
         if self.config.locked_context_dropout:
             contexts = locked_dropout(contexts, self.config.context_dropout, self.training)
         else:

@@ -11,7 +11,7 @@ from mixtape_plugin.output_layers.base import OutputLayer
 
 
 class Softmax(OutputLayer):
-    """p(x|c) = softmax_x(g·w_x + b_x) (Mixtape, section 2, with h_c = g): log P has rank at most E + 2.
+    """p(x|c) = softmax_x(α g·w_x + b_x) (Mixtape, section 2, with h_c = g and α = 1): log P has rank at most E + 2.
 
     No context projection, so E = D. The bias is what the other layers have too; fairseq's own has none.
 
@@ -28,7 +28,9 @@ class Softmax(OutputLayer):
             )
 
     def forward(self, features: Tensor) -> Tensor:
-        return F.linear(features, self.weight, self.logit_bias)
+        return F.linear(self.scaled(features), self.weight, self.logit_bias)
 
     def fused_loss(self, features, target, keep, smoothing):
-        return softmax_loss(keep(features), self.weight, self.logit_bias, target, smoothing, self.vocabulary_mask)
+        return softmax_loss(
+            self.scaled(keep(features)), self.weight, self.logit_bias, target, smoothing, self.vocabulary_mask
+        )
