@@ -29,6 +29,6 @@ logged fairseq-train "$data" --user-dir "$root/mixtape_plugin" --save-dir "$save
   --decoder-layers 4 --decoder-embed-dim 128 --decoder-ffn-embed-dim 256 --decoder-attention-heads 4 \
   --share-all-embeddings --dropout 0.3 \
   --criterion output_layer_cross_entropy --label-smoothing 0.1 \
-  --optimizer adam --adam-betas '(0.9, 0.98)' --lr 0.005 --lr-scheduler inverse_sqrt --warmup-updates 2000 --warmup-init-lr 1e-7 \
+  --optimizer adam --adam-betas '(0.9, 0.98)' --lr 0.005 --lr-scheduler inverse_sqrt --warmup-updates 2000 \
   --max-tokens 4096 --required-batch-size-multiple 1 --max-update 8000 --patience 10 --keep-last-epochs 10 \
   --log-format simple --log-interval 50 "${precision[@]+"${precision[@]}"}" "${extra[@]+"${extra[@]}"}"
