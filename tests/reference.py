@@ -91,7 +91,8 @@ def mixtape_log_probs(
 
 
 def context_vectors(params, features, num_components, context_mask=None):
-    """h_k = tanh(H_k g + b_k), Mixtape eq. 5 (MoS: W_{h,k}), times a scale if there is one, times its mask; features [N, D] -> K tensors [N, E]."""
+    """h_k = tanh(H_k g + b_k), Mixtape eq. 5 (MoS: W_{h,k}), times the scale, 1 in the papers, and times its mask;
+    features [N, D] -> K tensors [N, E]."""
     embed_dim = params["weight"].shape[1]
     contexts = []
     for k in range(num_components):

@@ -118,7 +118,7 @@ def chunk_bytes(size):
 @pytest.mark.parametrize("masked", [(), MASKED], ids=["all", "masked"])
 @each_case
 def test_equals_eager_and_the_formula(case, masked, label_smoothing):
-    for options in {}, {"num_components": 3, "embed_dim": 9, "gate_weight_norm": True}:
+    for options in {"context_scale": 2.0}, {"num_components": 3, "embed_dim": 9, "gate_weight_norm": True}:
         layer = build(case, masked=masked, **options)
         features, target = random_batch(layer, 2, 3, 2, ignored=(0, 5))
         for fill in PAD, -100:

@@ -3,6 +3,7 @@
 Shapes: N tokens, D features, E embedding, K components, V vocabulary, S frequent tokens.
 """
 
+import functools
 import math
 
 import pytest
@@ -56,6 +57,7 @@ CASES = [("softmax", {})]
 CASES += [(name, {"num_components": k}) for name in ("mos", "moc") for k in (1, 3)]
 CASES += [("mixtape", {"num_components": k, "frequent_ratio": r}) for k in (2, 3, 4, 7) for r in (0.1, 0.5, 1)]
 CASES += [("mixtape", {"gate_weight_norm": True})]
+CASES += [(name, {"context_scale": 3.0}) for name in OUTPUT_LAYERS]
 
 
 @pytest.mark.parametrize("name, options", CASES)
@@ -119,8 +121,9 @@ def test_gradcheck(name):
 
 @pytest.mark.parametrize("name", OUTPUT_LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_low_precision_sums_to_one_and_stays_near_float64(name, dtype):
-    layer = build(name).eval()
+@pytest.mark.parametrize("context_scale", [None, 2.0])
+def test_low_precision_sums_to_one_and_stays_near_float64(name, dtype, context_scale):
+    layer = build(name, context_scale=context_scale).eval()
     features = torch.randn(N, D, dtype=torch.float64)
     expected = layer.log_probs(features)
     layer = layer.to(dtype)
@@ -133,9 +136,10 @@ def test_low_precision_sums_to_one_and_stays_near_float64(name, dtype):
 
 
 @pytest.mark.parametrize("name", OUTPUT_LAYERS)
-def test_autocast(name):
+@pytest.mark.parametrize("context_scale", [None, 2.0])
+def test_autocast(name, context_scale):
     """What --amp does: float32 parameters, products in a shorter type, log-sum-exps in float32."""
-    layer = build(name, gate_noise=0.1, gate_dropout=0.1, context_dropout=0.1)
+    layer = build(name, gate_noise=0.1, gate_dropout=0.1, context_dropout=0.1, context_scale=context_scale)
     features = torch.randn(N, D, dtype=torch.float64)
     target = random_targets()
     expected = layer.eval().loss(features, target, label_smoothing=0.1, ignore_index=PAD)
@@ -187,6 +191,26 @@ def test_impossible_targets_stay_finite(name):
     loss, _ = layer.loss(features, torch.full((N,), 4))
     assert 250 * N < loss.item() < 350 * N
     assert all(g.isfinite().all() for g in gradients(loss, layer, features))
+
+
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_context_scale(name, tied):
+    """It starts at what is asked for; without it, or with 0, a layer is what it was, its checkpoint too."""
+    embedding = torch.nn.Parameter(torch.randn(V, D, dtype=torch.float64)) if tied else None
+    make = functools.partial(build, name, tied_weight=embedding, output_embed_dim=None)
+    features = torch.randn(N, D, dtype=torch.float64)
+    plain, none, scaled = make().eval(), make(context_scale=0.0).eval(), make(context_scale=2.5).eval()
+    assert "context_scale" not in plain.state_dict()
+    none.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(none(features), plain(features), rtol=0, atol=0)
+    missing, unexpected = scaled.load_state_dict({**plain.state_dict(), "context_scale": torch.ones(1)})
+    assert not missing and not unexpected
+    torch.testing.assert_close(scaled(features), plain(features), rtol=0, atol=0)
+
+    config = OutputLayerConfig(output_layer=name, context_scale=2.5)
+    fresh = build_output_layer(config, D, V, torch.nn.Parameter(torch.randn(V, D)) if tied else None)
+    assert fresh.context_scale.tolist() == [2.5] and fresh.context_scale.requires_grad
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -298,6 +322,7 @@ def test_gate_weight_norm_ignores_the_length_of_rows():
     [
         ({"output_layer": "maxout"}, "--output-layer maxout .*softmax or mos or moc or mixtape"),
         ({"output_layer": "mos", "num_components": 0}, "--num-components 0 .*at least 1"),
+        ({"context_scale": -1.0}, "--context-scale -1.0 .*more than 0, or 0"),
         ({"num_components": 1}, "--num-components 1 .*mixtape.*at least 2"),
         ({"frequent_ratio": 0.0}, "--frequent-ratio 0.0 .*more than 0 and at most 1"),
         ({"frequent_ratio": 1.5}, "--frequent-ratio 1.5 "),
