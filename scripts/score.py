@@ -8,8 +8,10 @@ Both files are detokenized text, one sentence a line. The variants of BLEU diffe
     13a, intl, 13a lower-cased    sacrebleu's own tokenizers, on the text as it is
     tokenized                     after Moses punctuation normalization and tokenization (WMT papers before sacrebleu)
     tokenized, compounds split    the same with a-b written as a ##AT##-##AT## b (En-De since Vaswani et al. 2017)
-The last two treat hypotheses and references alike, as fairseq's WMT recipes do, which normalize the test set with the
-rest; tensor2tensor's script normalizes the hypotheses alone.
+    lower-cased tokens            Moses normalization and tokenization in lower case, against references that have
+                                  it already (--lower-cased-tokens; what papers on Multi30k quote)
+The two before the last treat hypotheses and references alike, as fairseq's WMT recipes do, which normalize the test set
+with the rest; tensor2tensor's script normalizes the hypotheses alone.
 """
 
 import argparse
@@ -48,7 +50,7 @@ def split_compounds(lines):
     return [re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line) for line in lines]
 
 
-def score(hypotheses, reference_sets, target_lang, test_set=None, source_lang=None):
+def score(hypotheses, reference_sets, target_lang, test_set=None, source_lang=None, lower_cased_tokens=None):
     """All scores of a corpus.
 
     Args:
@@ -56,6 +58,7 @@ def score(hypotheses, reference_sets, target_lang, test_set=None, source_lang=No
         reference_sets: one or more lists of N detokenized sentences.
         target_lang: language of both; `de` adds BLEU with compounds split.
         test_set, source_lang: where the references are one of sacrebleu's test sets, for the signatures.
+        lower_cased_tokens: N references that are normalized, tokenized and lower-cased already.
 
     Returns:
         a list of dicts: `metric`, `score` (0 to 100), `signature`, `preprocessing` (before sacrebleu's, or None).
@@ -63,13 +66,14 @@ def score(hypotheses, reference_sets, target_lang, test_set=None, source_lang=No
     Raises:
         ValueError: hypotheses and references differ in number.
     """
-    for references in reference_sets:
+    for references in [*reference_sets, *([lower_cased_tokens] if lower_cased_tokens else [])]:
         if len(hypotheses) != len(references):
             raise ValueError(f"there are {len(hypotheses)} hypotheses and {len(references)} references")
     results = []
 
-    def add(name, metric, preprocessing=None, prepare=lambda lines: lines):
-        value = metric.corpus_score(prepare(hypotheses), [prepare(references) for references in reference_sets]).score
+    def add(name, metric, preprocessing=None, prepare=lambda lines: lines, prepared=None):
+        references = prepared or [prepare(references) for references in reference_sets]
+        value = metric.corpus_score(prepare(hypotheses), references).score
         signature = metric.get_signature()
         if test_set:
             signature.update("test", test_set)
@@ -91,6 +95,14 @@ def score(hypotheses, reference_sets, target_lang, test_set=None, source_lang=No
             f"{moses}, a-b as a ##AT##-##AT## b",
             lambda lines: split_compounds(moses_tokenize(lines, target_lang)),
         )
+    if lower_cased_tokens:
+        add(
+            "BLEU lower-cased tokens",
+            BLEU(tokenize="none", force=True),
+            f"{moses} in lower case, of the hypotheses",
+            lambda lines: [line.lower() for line in moses_tokenize(lines, target_lang)],
+            [lower_cased_tokens],
+        )
     add("chrF", CHRF())
     return results
 
@@ -101,6 +113,9 @@ def main(argv=None):
     references = parser.add_mutually_exclusive_group(required=True)
     references.add_argument("--references", metavar="FILE", help="references, detokenized")
     references.add_argument("--test-set", metavar="NAME", help="references of sacrebleu's test set, such as wmt14/full")
+    parser.add_argument(
+        "--lower-cased-tokens", metavar="FILE", help="references that are normalized, tokenized and lower-cased already"
+    )
     parser.add_argument("--source-lang", required=True, metavar="LANG")
     parser.add_argument("--target-lang", required=True, metavar="LANG")
     parser.add_argument("--json", metavar="FILE", help="also write the scores here")
@@ -119,6 +134,7 @@ def main(argv=None):
             args.target_lang,
             args.test_set,
             args.source_lang,
+            read_lines(args.lower_cased_tokens) if args.lower_cased_tokens else None,
         )
     except ValueError as error:
         sys.exit(f"score.py: {error}")

@@ -219,11 +219,12 @@ test_perplexity() { # test_perplexity FLAG...: fairseq-validate of $save/average
   cat "$save/test-perplexity.txt"
 }
 
+search=(--beam 4 --lenpen 0.6) # flags of fairseq-generate; an example may have others
 translate() { # translate TARGET FLAG...: fairseq-generate with $save/average.pt, detokenized into $save/test.hyp
   local target=$1 bpe=subword_nmt
   shift
   [ ! -f "$data/text/spm.model" ] || bpe=sentencepiece
-  fairseq-generate "$data" --user-dir "$root/mixtape_plugin" --path "$save/average.pt" --gen-subset test --beam 4 --lenpen 0.6 \
+  fairseq-generate "$data" --user-dir "$root/mixtape_plugin" --path "$save/average.pt" --gen-subset test "${search[@]}" \
     --post-process "$bpe" --log-format simple "$@" >"$save/generate.log" 2>&1 ||
     die "fairseq-generate failed: $(tail -n 1 "$save/generate.log")"
   # fairseq translates sentences of similar length together; H-<line number> restores the order of the test set.
@@ -233,6 +234,8 @@ translate() { # translate TARGET FLAG...: fairseq-generate with $save/average.pt
 }
 
 scores() { # scores TARGET: all BLEU and chrF of $save/test.hyp, into $save/score.txt and score.json
+  local tokens=$data/text/lower-cased-tokens.test.$1
+  [ ! -f "$tokens" ] || references+=(--lower-cased-tokens "$tokens")
   python "$root/scripts/score.py" --hypotheses "$save/test.hyp" "${references[@]}" --source-lang en --target-lang "$1" \
     --json "$save/score.json" >"$save/score.txt.part"
   mv "$save/score.txt.part" "$save/score.txt"

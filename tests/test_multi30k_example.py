@@ -15,6 +15,7 @@ import pytest
 import recipes
 import torch
 from recipes import files, lines
+from sacremoses import MosesPunctNormalizer, MosesTokenizer
 
 start, run, output, mistake = (
     partial(function, "multi30k") for function in (recipes.start, recipes.run, recipes.output, recipes.mistake)
@@ -40,7 +41,14 @@ def corpus(tmp_path_factory):
             else:
                 text = text.replace("\n", "\r\n") if lang == "de" else text[:-1]
                 (folder / f"{name}.{lang}").write_bytes(text.encode())
+    with gzip.open(folder / "test_2016_flickr.lc.norm.tok.de.gz", "wt", encoding="utf-8") as file:
+        file.write(tokenized((folder / "test_2016_flickr.de").read_text("utf-8")).lower())
     return folder
+
+
+def tokenized(text):
+    normalizer, tokenizer = MosesPunctNormalizer("de"), MosesTokenizer("de")
+    return "".join(tokenizer.tokenize(normalizer.normalize(x), return_str=True) + "\n" for x in text.splitlines())
 
 
 @pytest.fixture(scope="module")
@@ -153,15 +161,18 @@ def test_train_and_evaluate(prepared, tmp_path):
     log = (save / "train.log").read_text()
     assert log == done.stdout and "epoch 006" in log
     kept = sorted(path.name for path in save.glob("checkpoint?.pt"))
-    assert kept == [f"checkpoint{epoch}.pt" for epoch in range(2, 7)]
+    assert kept == [f"checkpoint{epoch}.pt" for epoch in range(1, 7)]
 
-    done = run("evaluate.sh", save, "--data", prepared)
+    done = run("evaluate.sh", save, "--data", prepared, "--last", 5)
     assert done.returncode == 0, done.stderr
     assert "average of checkpoint2.pt, checkpoint3.pt, checkpoint4.pt, checkpoint5.pt, checkpoint6.pt" in done.stdout
     hypotheses = lines(save / "test.hyp")
     assert len(hypotheses) == SIZES["test_2016_flickr"] and not any("@@" in line for line in hypotheses)
     scores = json.loads((save / "score.json").read_text())
     assert [row["metric"] for row in scores][:2] == ["BLEU 13a", "BLEU intl"]
+    (papers,) = [row for row in scores if row["metric"] == "BLEU lower-cased tokens"]
+    tokens = [line.lower() for line in lines(prepared / "text" / "tok.test.de")]
+    assert lines(prepared / "text" / "lower-cased-tokens.test.de") == tokens and "lower case" in papers["preprocessing"]
     assert (save / "score.txt").read_text() in done.stdout
 
     ppl = re.fullmatch(r"test nll_loss [\d.]+ \| ppl ([\d.]+)\n", (save / "test-perplexity.txt").read_text())[1]

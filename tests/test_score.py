@@ -102,6 +102,24 @@ def test_compounds_split_by_hand():
     assert "tok:none" in found["BLEU tokenized, compounds split"]["signature"]
 
 
+def test_lower_cased_tokens_by_hand():
+    """The hypotheses are tokenized and lower-cased, the references taken as they are."""
+    hypotheses = [
+        "ein mann im t-shirt spielt auf einer e-gitarre ein lied .",
+        "zwei hunde laufen über die grüne wiese .",
+        "eine frau sagt : &quot; guten tag &quot; und geht .",
+        "",
+        "ein 10-jähriger junge isst 3,5 äpfel &amp; birnen",
+    ]
+    references = [line.lower().replace(".", " .") for line in REFERENCES]
+    rows = score_script.score(HYPOTHESES, [REFERENCES], "de", lower_cased_tokens=references)
+    (row,) = [row for row in rows if row["metric"] == "BLEU lower-cased tokens"]
+    assert row["score"] == pytest.approx(multi_bleu(hypotheses, references))
+    assert "case:mixed" in row["signature"] and "lower case" in row["preprocessing"]
+    with pytest.raises(ValueError, match="5 hypotheses and 4 references"):
+        score_script.score(HYPOTHESES, [REFERENCES], "de", lower_cased_tokens=references[1:])
+
+
 def test_split_compounds():
     lines = ["a-b", "Vor- und Nachteil", "- ja", "aa-bb-cc", "x - y"]
     assert score_script.split_compounds(lines) == [

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Test perplexity, BLEU and chrF of a training: the average of its last 5 epochs, beam 4, length penalty .6.
+# Test perplexity, BLEU and chrF of a training: the average of its last 10 epochs, beam 5.
 set -euo pipefail
 
-usage="usage: evaluate.sh DIR [--data DIR]
+usage="usage: evaluate.sh DIR [--data DIR] [--last N] [--cpu]
   DIR           the training's folder; average.pt, test.hyp, test-perplexity.txt, score.txt and score.json appear in it
-  --data DIR    what prepare.sh wrote (default: data-bin/multi30k.en-de)"
+  --data DIR    what prepare.sh wrote (default: data-bin/multi30k.en-de)
+  --last N      how many epochs to average (default: 10)
+  --cpu         use the CPU where there is a GPU, too"
 root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/scripts/training.sh"
 
 evaluate_options data-bin/multi30k.en-de "$@"
+search=(--beam 5)
 reference=$(compgen -G "$data/text/raw.test.*" | grep -v '\.en$') || die "--data $data holds no text/raw.test.*; run prepare.sh first"
-evaluate_translation "${reference##*.}" 5 epochs # average, fairseq-validate, fairseq-generate, score.py
+evaluate_translation "${reference##*.}" 10 epochs # average, fairseq-validate, fairseq-generate, score.py

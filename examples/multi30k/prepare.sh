@@ -20,6 +20,7 @@ out=${out:-data-bin/multi30k.en-$target}
 url=${MULTI30K_URL:-https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw}
 begin "$out" "from ${from:-$url}, target $target, merges $merges, $bpe"
 
+has_lines() { [ "$(lines "$2")" = "$1" ]; } # has_lines NUMBER FILE
 gzip_test() { gzip -t <"$1"; }
 declare -A name=([train]=train [valid]=val [test]=test_2016_flickr) size=([train]=29000 [valid]=1014 [test]=1000)
 for split in train valid test; do
@@ -37,5 +38,14 @@ for split in train valid test; do
   [ "$(lines "$text/raw.$split.en")" = "$(lines "$text/raw.$split.$target")" ] ||
     die "$split has $(lines "$text/raw.$split.en") lines of en and $(lines "$text/raw.$split.$target") of $target; they must be translations line by line"
 done
+
+# The data set's own normalized, tokenized, lower-cased references, which papers score against: wanted, not needed.
+tokens=lower-cased-tokens.test.$target file=test_2016_flickr.lc.norm.tok.$target
+if [ -n "$from" ]; then
+  take "$tokens" "$file" || echo "prepare.sh: --from has no $file, without which evaluate.sh cannot print the BLEU that papers print" >&2
+else
+  (fetch "$text/$tokens" "${url%/raw}/tok/$file" has_lines 1000) ||
+    echo "prepare.sh: without $file evaluate.sh cannot print the BLEU that papers print; running prepare.sh again tries again" >&2
+fi
 
 subwords
