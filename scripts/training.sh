@@ -30,7 +30,7 @@ take_options() {
 # train_options DATA "LAYER..." ARGUMENT...: $layer, and $data $save $seed … $extra as in take_options; DATA is the default of $data
 train_options() {
   local layers=$2 found
-  data=$1 save="" seed="" finetune="" gpus="" max_tokens="" bf16="" float32="" smoke="" layer=""
+  data=$1 save="" seed="" finetune="" gpus="" max_tokens="" bf16="" float32="" small="" smoke="" layer=""
   shift 2
   command=$(printf ' %q' "${0#"$root/"}" "$@") command=${command# }
   case ${1-} in -h | --help) echo "$usage"; exit ;; esac
