@@ -34,7 +34,8 @@ if __name__ == "__main__":  # before fairseq is imported, which sets a level tha
     logging.basicConfig(level=logging.WARNING)
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mixtape_plugin.analysis.benchmark_command import (  # noqa: E402
+from mixtape_plugin.analysis.files import write_whole  # noqa: E402
+from mixtape_plugin.benchmarks.command_line import (  # noqa: E402
     add_common_options,
     at_least,
     check_common_options,
@@ -45,11 +46,10 @@ from mixtape_plugin.analysis.benchmark_command import (  # noqa: E402
     settings_of_memory,
     write_outputs,
 )
-from mixtape_plugin.analysis.files import write_whole  # noqa: E402
-from mixtape_plugin.analysis.measuring import Setting  # noqa: E402
-from mixtape_plugin.analysis.network_benchmark import COLUMNS, benchmark  # noqa: E402
-from mixtape_plugin.analysis.network_workloads import SHAPES, SIZES, TextShape  # noqa: E402
-from mixtape_plugin.analysis.workloads import variants  # noqa: E402
+from mixtape_plugin.benchmarks.measuring import Setting  # noqa: E402
+from mixtape_plugin.benchmarks.network_benchmark import COLUMNS, benchmark  # noqa: E402
+from mixtape_plugin.benchmarks.network_workloads import SHAPES, SIZES, TextShape  # noqa: E402
+from mixtape_plugin.benchmarks.workloads import variants  # noqa: E402
 from mixtape_plugin.errors import UserError  # noqa: E402
 from mixtape_plugin.models.awd_lstm_lm import parse_hidden_sizes  # noqa: E402
 from mixtape_plugin.output_layers import OUTPUT_IMPLS  # noqa: E402

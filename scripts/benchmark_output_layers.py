@@ -33,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm  # noqa: E402
 
-from mixtape_plugin.analysis.benchmark_command import (  # noqa: E402
+from mixtape_plugin.analysis.files import write_whole  # noqa: E402
+from mixtape_plugin.benchmarks.command_line import (  # noqa: E402
     add_common_options,
     at_least,
     check_common_options,
@@ -44,10 +45,9 @@ from mixtape_plugin.analysis.benchmark_command import (  # noqa: E402
     settings_of_memory,
     write_outputs,
 )
-from mixtape_plugin.analysis.files import write_whole  # noqa: E402
-from mixtape_plugin.analysis.measuring import Setting  # noqa: E402
-from mixtape_plugin.analysis.output_layer_benchmark import COLUMNS, TINY, benchmark, sweep, turns  # noqa: E402
-from mixtape_plugin.analysis.workloads import (  # noqa: E402
+from mixtape_plugin.benchmarks.measuring import Setting  # noqa: E402
+from mixtape_plugin.benchmarks.output_layer_benchmark import COLUMNS, TINY, benchmark, sweep, turns  # noqa: E402
+from mixtape_plugin.benchmarks.workloads import (  # noqa: E402
     LAYERS,
     PEERS,
     SHAPES,

@@ -12,12 +12,12 @@ import pytest
 import torch
 from recipes import load_script
 
-from mixtape_plugin.analysis import output_layer_benchmark as library
-from mixtape_plugin.analysis import workloads
-from mixtape_plugin.analysis.benchmark_command import write_outputs
-from mixtape_plugin.analysis.measuring import Budget, Setting, available_memory, largest_batch
-from mixtape_plugin.analysis.output_layer_benchmark import Step, benchmark
-from mixtape_plugin.analysis.workloads import BASELINE, LAYERS, SHAPES, Shape, Variant, multiply_adds
+from mixtape_plugin.benchmarks import output_layer_benchmark as library
+from mixtape_plugin.benchmarks import workloads
+from mixtape_plugin.benchmarks.command_line import write_outputs
+from mixtape_plugin.benchmarks.measuring import Budget, Setting, available_memory, largest_batch
+from mixtape_plugin.benchmarks.output_layer_benchmark import Step, benchmark
+from mixtape_plugin.benchmarks.workloads import BASELINE, LAYERS, SHAPES, Shape, Variant, multiply_adds
 from mixtape_plugin.errors import UserError
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "benchmark_output_layers.py"

@@ -11,8 +11,8 @@ from conftest import USER_DIR, console_script, parse_log, run, start
 from recipes import files
 from test_training import KILLED_BEFORE_UPDATE_6, assert_same_parameters, free_port, loss_curve
 
-from mixtape_plugin.analysis.language_model import load_language_model, perplexity
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.evaluation.language_model import load_language_model, perplexity
 from mixtape_plugin.fairseq_compat import _sentence_for_user
 from mixtape_plugin.tasks.bptt_language_modeling import BpttLanguageModelingTask
 

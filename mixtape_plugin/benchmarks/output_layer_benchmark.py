@@ -9,7 +9,7 @@ import statistics
 
 import torch
 
-from mixtape_plugin.analysis.measuring import (
+from mixtape_plugin.benchmarks.measuring import (
     Budget,
     Setting,
     available_memory,
@@ -22,7 +22,7 @@ from mixtape_plugin.analysis.measuring import (
     summary,
     take_turns,
 )
-from mixtape_plugin.analysis.workloads import (
+from mixtape_plugin.benchmarks.workloads import (
     BASELINE,
     GATE_DIM,
     PEERS,

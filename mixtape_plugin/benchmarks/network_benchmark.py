@@ -13,7 +13,7 @@ import math
 import torch
 from fairseq.optim.adam import FairseqAdam, FairseqAdamConfig
 
-from mixtape_plugin.analysis.measuring import (
+from mixtape_plugin.benchmarks.measuring import (
     Budget,
     Setting,
     available_memory,
@@ -26,14 +26,14 @@ from mixtape_plugin.analysis.measuring import (
     summary,
     take_turns,
 )
-from mixtape_plugin.analysis.network_workloads import (
+from mixtape_plugin.benchmarks.network_workloads import (
     TextShape,
     build_network,
     mos_paper_ratio,
     network_args,
     paper_output_share,
 )
-from mixtape_plugin.analysis.workloads import BASELINE, Variant, fused_memory, paper_ratio
+from mixtape_plugin.benchmarks.workloads import BASELINE, Variant, fused_memory, paper_ratio
 from mixtape_plugin.criterions.awd_lstm_cross_entropy import AWDLSTMCrossEntropy
 from mixtape_plugin.criterions.output_layer_cross_entropy import OutputLayerCrossEntropy
 from mixtape_plugin.data.bptt_dataset import BpttDataset, TokenStream

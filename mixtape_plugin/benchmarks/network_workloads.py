@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 
-from mixtape_plugin.analysis.workloads import PAPER_TIMES
+from mixtape_plugin.benchmarks.workloads import PAPER_TIMES
 from mixtape_plugin.models.awd_lstm_lm import parse_hidden_sizes  # and with it all architectures
 
 SIZES = ("same", "own")
