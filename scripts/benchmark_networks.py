@@ -50,7 +50,7 @@ from mixtape_plugin.benchmarks.measuring import Setting  # noqa: E402
 from mixtape_plugin.benchmarks.network_benchmark import COLUMNS, benchmark  # noqa: E402
 from mixtape_plugin.benchmarks.network_workloads import SHAPES, SIZES, TextShape  # noqa: E402
 from mixtape_plugin.benchmarks.workloads import variants  # noqa: E402
-from mixtape_plugin.errors import UserError  # noqa: E402
+from mixtape_plugin.errors import UserError, print_user_errors  # noqa: E402
 from mixtape_plugin.models.awd_lstm_lm import parse_hidden_sizes  # noqa: E402
 from mixtape_plugin.output_layers import OUTPUT_IMPLS  # noqa: E402
 
@@ -199,4 +199,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    print_user_errors()
     main()

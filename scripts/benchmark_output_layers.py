@@ -60,7 +60,7 @@ from mixtape_plugin.benchmarks.workloads import (  # noqa: E402
     split_layer,
     variants,
 )
-from mixtape_plugin.errors import UserError  # noqa: E402
+from mixtape_plugin.errors import UserError, print_user_errors  # noqa: E402
 from mixtape_plugin.output_layers import OUTPUT_IMPLS  # noqa: E402
 
 
@@ -247,4 +247,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    print_user_errors()
     main()

@@ -33,7 +33,7 @@ from mixtape_plugin.analysis.results import (  # noqa: E402
     markdown,
     validation_curve,
 )
-from mixtape_plugin.errors import UserError  # noqa: E402
+from mixtape_plugin.errors import UserError, print_user_errors  # noqa: E402
 
 
 def label(row):
@@ -110,4 +110,5 @@ def save_plot(path, rows):
 
 
 if __name__ == "__main__":
+    print_user_errors()
     main()

@@ -21,7 +21,7 @@ if __name__ == "__main__":  # before fairseq is imported, which sets a level tha
     logging.basicConfig(level=logging.WARNING)
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mixtape_plugin.errors import check_values  # noqa: E402
+from mixtape_plugin.errors import check_values, print_user_errors  # noqa: E402
 from mixtape_plugin.evaluation import grid_search  # noqa: E402
 from mixtape_plugin.evaluation.command_line import (  # noqa: E402
     device,
@@ -137,4 +137,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    print_user_errors()
     main()

@@ -13,7 +13,7 @@ from fairseq.data import Dictionary
 
 from mixtape_plugin.analysis.rank import log_prob_rank
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, build_output_layer, check_frequency_order
+from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, build_output_layer, check_dictionary
 from mixtape_plugin.output_layers.mixtape import sigmoid_tree
 
 N, D, E, V, GATE_DIM = 7, 6, 5, 11, 3
@@ -342,9 +342,9 @@ def make_dictionary(counts):
 def test_gate_sharing_refuses_a_dictionary_without_frequencies(counts, problem):
     dictionary = make_dictionary(counts)
     with pytest.raises(UserError, match=problem):
-        check_frequency_order(OutputLayerConfig(frequent_ratio=0.5), dictionary)
-    check_frequency_order(OutputLayerConfig(frequent_ratio=1.0), dictionary)
-    check_frequency_order(OutputLayerConfig(output_layer="mos"), dictionary)
-    check_frequency_order(OutputLayerConfig(frequent_ratio=0.5), make_dictionary([5, 5, 2, 0]))
+        check_dictionary(OutputLayerConfig(frequent_ratio=0.5), dictionary)
+    check_dictionary(OutputLayerConfig(frequent_ratio=1.0), dictionary)
+    check_dictionary(OutputLayerConfig(output_layer="mos"), dictionary)
+    check_dictionary(OutputLayerConfig(frequent_ratio=0.5), make_dictionary([5, 5, 2, 0]))
     # Language tokens and masks come after the padding.
-    check_frequency_order(OutputLayerConfig(frequent_ratio=0.5), make_dictionary([9, 8, 5, 3, 1, 0, 0, 1, 1]))
+    check_dictionary(OutputLayerConfig(frequent_ratio=0.5), make_dictionary([9, 8, 5, 3, 1, 0, 0, 1, 1]))
