@@ -1,12 +1,22 @@
-"""The one exception for mistakes that the user can mend, and the check of options that raises it."""
+"""The one exception for mistakes that the user can mend, the check of options that raises it, and how it is printed."""
 
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+
+FULL_TRACEBACK = "MIXTAPE_TRACEBACK"
+# fairseq's own sentences about files, which its users get at the end of a traceback.
+FAIRSEQ_SENTENCES = ("Dataset not found:", "Model file not found:", "Could not infer language pair")
 AFTER_DIVERGENCE = "lower --lr; checkpoints that were saved before are as they were"
 
 
 class UserError(ValueError):
     """One sentence for the user: the option or file, its value, and what is allowed.
 
-    The excepthook of `fairseq_compat` prints it without a traceback.
+    After :func:`print_user_errors` it is printed without a traceback.
     """
 
 
@@ -20,3 +30,31 @@ def check_values(options, allowed: dict) -> None:
     for name, (holds, what) in allowed.items():
         if not holds:
             raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)} is not allowed: {what}")
+
+
+def sentence_for_user(error) -> str | None:
+    """The message of the UserError that caused `error`, or of fairseq's own about a missing file, else None."""
+    if type(error).__name__ == "ProcessRaisedException":  # holds the traceback of a spawned process, as text
+        found = re.search(r"^mixtape_plugin\.errors\.UserError: (.+)", str(error), re.MULTILINE)
+        return found and found[1]
+    seen = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, UserError) or str(error).startswith(FAIRSEQ_SENTENCES):
+            return str(error)
+        seen.add(id(error))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
+
+
+def _excepthook(error_type, error, trace) -> None:
+    sentence = sentence_for_user(error)
+    if sentence is None or os.environ.get(FULL_TRACEBACK) == "1":
+        traceback.print_exception(error_type, error, trace)
+    else:
+        print(f"error: {sentence}", file=sys.stderr)
+
+
+def print_user_errors() -> None:
+    """Print a UserError as one sentence (exit status 1, as ever); MIXTAPE_TRACEBACK=1 gives the full traceback."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _excepthook

@@ -1,6 +1,6 @@
 """Every repair of the installed fairseq, each with its reason; each does nothing where it is not needed.
 
-`apply()` runs before anything else when the plugin is imported. Warnings printed before that cannot be silenced.
+:func:`mixtape_plugin.register` calls :func:`apply` first. Warnings printed before that cannot be silenced.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import pickle
 import re
 import struct
 import sys
-import traceback
 import types
 import warnings
 
@@ -31,7 +30,6 @@ from omegaconf import OmegaConf
 from mixtape_plugin.errors import AFTER_DIVERGENCE, UserError
 
 TRUST_CHECKPOINTS = "MIXTAPE_TRUST_CHECKPOINTS"
-FULL_TRACEBACK = "MIXTAPE_TRACEBACK"
 
 
 def apply() -> None:
@@ -40,7 +38,6 @@ def apply() -> None:
         return
     apply.done = True
     silence_known_deprecations()
-    print_user_errors_without_traceback()
     provide_removed_numpy_names()
     keep_last_batch()
     load_checkpoints_safely()
@@ -426,35 +423,3 @@ def silence_known_deprecations() -> None:
     """Silence, by name, the deprecations that fairseq meets in newer hydra and torch: they fill every log."""
     for message, category in KNOWN_DEPRECATIONS:
         warnings.filterwarnings("ignore", message=message, category=category)
-
-
-# fairseq's own sentences about files, which its users get at the end of a traceback.
-FAIRSEQ_SENTENCES = ("Dataset not found:", "Model file not found:", "Could not infer language pair")
-
-
-def _sentence_for_user(error) -> str | None:
-    """The message of the UserError that caused `error`, or of fairseq's own about a missing file, else None."""
-    if type(error).__name__ == "ProcessRaisedException":  # holds the traceback of a spawned process, as text
-        found = re.search(r"^mixtape_plugin\.errors\.UserError: (.+)", str(error), re.MULTILINE)
-        return found and found[1]
-    seen = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, UserError) or str(error).startswith(FAIRSEQ_SENTENCES):
-            return str(error)
-        seen.add(id(error))
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return None
-
-
-def _excepthook(error_type, error, trace) -> None:
-    sentence = _sentence_for_user(error)
-    if sentence is None or os.environ.get(FULL_TRACEBACK) == "1":
-        traceback.print_exception(error_type, error, trace)
-    else:
-        print(f"error: {sentence}", file=sys.stderr)
-
-
-def print_user_errors_without_traceback() -> None:
-    """Print a UserError as one sentence (exit status 1, as ever); MIXTAPE_TRACEBACK=1 gives the full traceback."""
-    if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _excepthook

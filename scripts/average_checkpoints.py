@@ -19,10 +19,13 @@ from omegaconf import OmegaConf
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# The plugin first: it repairs fairseq's loading of checkpoints, and silences known warnings of fairseq's import.
-from mixtape_plugin.analysis.files import write_whole  # noqa: E402, I001
-from mixtape_plugin.errors import UserError  # noqa: E402
+import mixtape_plugin  # noqa: E402
+
+mixtape_plugin.register()  # which repairs fairseq's loading of checkpoints
 from fairseq.checkpoint_utils import load_checkpoint_to_cpu  # noqa: E402
+
+from mixtape_plugin.analysis.files import write_whole  # noqa: E402
+from mixtape_plugin.errors import UserError, print_user_errors  # noqa: E402
 
 PATTERNS = {"epochs": re.compile(r"checkpoint(\d+)\.pt"), "updates": re.compile(r"checkpoint_\d+_(\d+)\.pt")}
 
@@ -135,4 +138,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    print_user_errors()
     main()

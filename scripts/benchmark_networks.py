@@ -24,7 +24,6 @@ fits.
 
 import argparse
 import logging
-import re
 import sys
 from pathlib import Path
 
@@ -34,7 +33,8 @@ if __name__ == "__main__":  # before fairseq is imported, which sets a level tha
     logging.basicConfig(level=logging.WARNING)
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mixtape_plugin.analysis.benchmark_command import (  # noqa: E402
+from mixtape_plugin.analysis.files import write_whole  # noqa: E402
+from mixtape_plugin.benchmarks.command_line import (  # noqa: E402
     add_common_options,
     at_least,
     check_common_options,
@@ -45,16 +45,13 @@ from mixtape_plugin.analysis.benchmark_command import (  # noqa: E402
     settings_of_memory,
     write_outputs,
 )
-from mixtape_plugin.analysis.files import write_whole  # noqa: E402
-from mixtape_plugin.analysis.measuring import Setting  # noqa: E402
-from mixtape_plugin.analysis.network_benchmark import COLUMNS, benchmark  # noqa: E402
-from mixtape_plugin.analysis.network_workloads import SHAPES, SIZES, TextShape  # noqa: E402
-from mixtape_plugin.analysis.workloads import variants  # noqa: E402
-from mixtape_plugin.errors import UserError  # noqa: E402
+from mixtape_plugin.benchmarks.measuring import Setting  # noqa: E402
+from mixtape_plugin.benchmarks.network_benchmark import COLUMNS, benchmark  # noqa: E402
+from mixtape_plugin.benchmarks.network_workloads import SHAPES, SIZES, TextShape  # noqa: E402
+from mixtape_plugin.benchmarks.workloads import BASELINE, check_layer, layer_options, variants  # noqa: E402
+from mixtape_plugin.errors import UserError, print_user_errors  # noqa: E402
 from mixtape_plugin.models.awd_lstm_lm import parse_hidden_sizes  # noqa: E402
 from mixtape_plugin.output_layers import OUTPUT_IMPLS  # noqa: E402
-
-LAYER = re.compile(r"softmax|mixtape|mixtape-no-sharing|mo[cs]-[1-9][0-9]*")
 
 
 def parse_shape(text: str) -> TextShape:
@@ -88,7 +85,8 @@ def parse(argv):
         "--layers",
         nargs="+",
         metavar="LAYER",
-        help="of moc-K, mos-K (K components), mixtape, mixtape-no-sharing; softmax always runs; default: the paper's",
+        help=f"of {', '.join(layer_options())}, mixtures with K components after it, such as mos-15 (mixtape has 4 "
+        "anyway); softmax always runs; default: the paper's",
     )
     parser.add_argument(
         "--sizes",
@@ -106,13 +104,10 @@ def parse(argv):
     check_common_options(args, batch_size=1, segment_length=1)
     args.impls = args.impls or ["eager", "fused"]
     for layer in args.layers or ():
-        if not LAYER.fullmatch(layer):
-            raise UserError(
-                f"--layers {layer} is not allowed: softmax, moc-K, mos-K (such as mos-15), mixtape, mixtape-no-sharing"
-            )
+        check_layer(layer, needs_components=True)
     args.shapes = [
         shape._replace(
-            layers=tuple(dict.fromkeys(["softmax", *(args.layers or shape.layers)])),
+            layers=tuple(dict.fromkeys([BASELINE.layer, *(args.layers or shape.layers)])),
             batch_size=args.batch_size or shape.batch_size,
             segment_length=args.segment_length or shape.segment_length,
             label_smoothing=shape.label_smoothing if args.label_smoothing is None else args.label_smoothing,
@@ -199,4 +194,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    print_user_errors()
     main()

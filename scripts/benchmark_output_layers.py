@@ -23,17 +23,16 @@ chunks, here as in a training.
 """
 
 import argparse
-import logging
 import sys
+from itertools import cycle
 from pathlib import Path
 
-if __name__ == "__main__":  # before fairseq is imported, which sets a level that floods the terminal
-    logging.basicConfig(level=logging.WARNING)
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm  # noqa: E402
 
-from mixtape_plugin.analysis.benchmark_command import (  # noqa: E402
+from mixtape_plugin.analysis.files import write_whole  # noqa: E402
+from mixtape_plugin.benchmarks.command_line import (  # noqa: E402
     add_common_options,
     at_least,
     check_common_options,
@@ -44,11 +43,10 @@ from mixtape_plugin.analysis.benchmark_command import (  # noqa: E402
     settings_of_memory,
     write_outputs,
 )
-from mixtape_plugin.analysis.files import write_whole  # noqa: E402
-from mixtape_plugin.analysis.measuring import Setting  # noqa: E402
-from mixtape_plugin.analysis.output_layer_benchmark import COLUMNS, TINY, benchmark, sweep, turns  # noqa: E402
-from mixtape_plugin.analysis.workloads import (  # noqa: E402
-    LAYERS,
+from mixtape_plugin.benchmarks.measuring import Setting  # noqa: E402
+from mixtape_plugin.benchmarks.output_layer_benchmark import COLUMNS, TINY, benchmark, sweep, turns  # noqa: E402
+from mixtape_plugin.benchmarks.workloads import (  # noqa: E402
+    BASELINE,
     PEERS,
     SHAPES,
     SWEEP_COMPONENTS,
@@ -56,11 +54,13 @@ from mixtape_plugin.analysis.workloads import (  # noqa: E402
     SWEEP_VOCAB_SIZES,
     Shape,
     build_layer,
+    check_layer,
     installed_peers,
+    layer_options,
     split_layer,
     variants,
 )
-from mixtape_plugin.errors import UserError  # noqa: E402
+from mixtape_plugin.errors import UserError, print_user_errors  # noqa: E402
 from mixtape_plugin.output_layers import OUTPUT_IMPLS  # noqa: E402
 
 
@@ -80,13 +80,6 @@ def parse_shape(text: str) -> Shape:
     return shape
 
 
-def layer_name(text: str) -> str:
-    kind, k = split_layer(text)
-    if kind not in LAYERS or (kind == "softmax" and k is not None):
-        raise UserError(f"--layers {text} is not allowed: {', '.join(LAYERS)}; all but softmax may end in -K as mos-15")
-    return text
-
-
 def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -99,9 +92,9 @@ def parse(argv):
     parser.add_argument(
         "--layers",
         nargs="+",
-        default=LAYERS,
+        default=list(layer_options()),
         metavar="LAYER",
-        help=f"of {', '.join(LAYERS)}, or one of them with a K of its own such as mos-3; softmax always runs; "
+        help=f"of {', '.join(layer_options())}, or a mixture with a K of its own such as mos-3; softmax always runs; "
         "default: all",
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="float32")
@@ -124,9 +117,9 @@ def parse(argv):
     args = parser.parse_args(argv)
 
     check_common_options(args, tokens=TINY + 1)
-    layers = [layer_name(text) for text in args.layers]
-    known = [layer for kind in LAYERS for layer in layers if split_layer(layer)[0] == kind]
-    args.layers = list(dict.fromkeys(["softmax", *known]))
+    layers = [check_layer(text) for text in args.layers]
+    known = [layer for kind in layer_options() for layer in layers if split_layer(layer)[0] == kind]
+    args.layers = list(dict.fromkeys([BASELINE.layer, *known]))
     shapes = [parse_shape(text) for text in args.shapes or ()]
     if args.sweep:
         if len(shapes) > 1 or args.memory_budget is not None or args.prices:
@@ -189,7 +182,8 @@ def draw(path: str, rows, facts) -> None:
 
     kinds = list(dict.fromkeys(split_layer(row["layer"])[0] for row in rows))
     impls = list(dict.fromkeys(row["impl"] for row in rows))
-    colors = dict(zip(LAYERS, ("black", "tab:green", "tab:red", "tab:blue", "tab:purple")))
+    palette = ("black", "tab:red", "tab:green", "tab:blue", "tab:purple", "tab:orange", "tab:brown", "tab:pink")
+    colors = dict(zip(layer_options(), cycle(palette)))
     styles = dict(zip(impls, ("--", "-", ":", "-.", (0, (1, 3)), (0, (5, 5)))))
     figure, axes = plt.subplots(2, 2, figsize=(11, 8), sharey="row", constrained_layout=True)
     for column, swept, label in ((0, "V", "vocabulary size V"), (1, "K", "components K of the mixtures")):
@@ -247,4 +241,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    print_user_errors()
     main()

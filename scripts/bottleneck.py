@@ -12,7 +12,6 @@ Prints a table and writes it (layers.csv), the divergence at every step (kl.csv)
 """
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 
@@ -24,8 +23,6 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-if __name__ == "__main__":  # before fairseq is imported, which sets a level that floods the terminal
-    logging.basicConfig(level=logging.WARNING)
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mixtape_plugin.analysis.bottleneck import LAYERS, fit, random_conditional  # noqa: E402

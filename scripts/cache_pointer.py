@@ -21,22 +21,22 @@ if __name__ == "__main__":  # before fairseq is imported, which sets a level tha
     logging.basicConfig(level=logging.WARNING)
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mixtape_plugin.analysis import grid_search  # noqa: E402
-from mixtape_plugin.analysis.cache_pointer import (  # noqa: E402
+from mixtape_plugin.errors import check_values, print_user_errors  # noqa: E402
+from mixtape_plugin.evaluation import grid_search  # noqa: E402
+from mixtape_plugin.evaluation.cache_pointer import (  # noqa: E402
     PAPER_SETTINGS,
     cache_log_probs,
     cache_pointer,
     mix,
     predict_text,
 )
-from mixtape_plugin.analysis.evaluation_command import (  # noqa: E402
+from mixtape_plugin.evaluation.command_line import (  # noqa: E402
     device,
     evaluation_parser,
     progress_bar,
     take_paper_settings,
 )
-from mixtape_plugin.analysis.language_model import load_language_model, score, text  # noqa: E402
-from mixtape_plugin.errors import check_values  # noqa: E402
+from mixtape_plugin.evaluation.language_model import load_language_model, score, text  # noqa: E402
 
 WEIGHTS = [0.05, 0.1, 0.15, 0.2, 0.3]
 THETAS = [0.1, 0.3, 0.66, 1.0, 1.5]
@@ -131,4 +131,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    print_user_errors()
     main()

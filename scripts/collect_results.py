@@ -16,14 +16,10 @@ does not give is "unreadable".
 """
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-if __name__ == "__main__":
-    for chatty in ("fairseq", "matplotlib"):  # fairseq greets on import, and lets everyone's debugging lines through
-        logging.getLogger(chatty).setLevel(logging.WARNING)
 
 from mixtape_plugin.analysis.files import write_csv, write_whole  # noqa: E402
 from mixtape_plugin.analysis.results import (  # noqa: E402
@@ -33,7 +29,7 @@ from mixtape_plugin.analysis.results import (  # noqa: E402
     markdown,
     validation_curve,
 )
-from mixtape_plugin.errors import UserError  # noqa: E402
+from mixtape_plugin.errors import UserError, print_user_errors  # noqa: E402
 
 
 def label(row):
@@ -110,4 +106,5 @@ def save_plot(path, rows):
 
 
 if __name__ == "__main__":
+    print_user_errors()
     main()

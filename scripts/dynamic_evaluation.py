@@ -21,21 +21,21 @@ if __name__ == "__main__":  # before fairseq is imported, which sets a level tha
     logging.basicConfig(level=logging.WARNING)
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mixtape_plugin.analysis import grid_search  # noqa: E402
-from mixtape_plugin.analysis.dynamic_evaluation import (  # noqa: E402
-    PAPER_SETTINGS,
-    dynamic_evaluation,
-    gradient_statistics,
-    gradients_without_dropout,
-)
-from mixtape_plugin.analysis.evaluation_command import (  # noqa: E402
+from mixtape_plugin.errors import check_values, print_user_errors  # noqa: E402
+from mixtape_plugin.evaluation import grid_search  # noqa: E402
+from mixtape_plugin.evaluation.command_line import (  # noqa: E402
     device,
     evaluation_parser,
     progress_bar,
     take_paper_settings,
 )
-from mixtape_plugin.analysis.language_model import load_language_model, perplexity, text  # noqa: E402
-from mixtape_plugin.errors import check_values  # noqa: E402
+from mixtape_plugin.evaluation.dynamic_evaluation import (  # noqa: E402
+    PAPER_SETTINGS,
+    dynamic_evaluation,
+    gradient_statistics,
+    gradients_without_dropout,
+)
+from mixtape_plugin.evaluation.language_model import load_language_model, perplexity, text  # noqa: E402
 
 FACTORS = (0.5, 0.75, 1, 1.5)  # of the paper's η and λ: the grid of --search
 
@@ -137,4 +137,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    print_user_errors()
     main()

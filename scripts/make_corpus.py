@@ -21,7 +21,6 @@ Files: {train,valid,test}.{src,tgt}, and
 
 import argparse
 import json
-import logging
 import os
 import shutil
 import sys
@@ -32,8 +31,6 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-if __name__ == "__main__":
-    logging.getLogger("fairseq").setLevel(logging.WARNING)  # it greets on import
 
 from mixtape_plugin.analysis.bottleneck import random_conditional  # noqa: E402
 from mixtape_plugin.analysis.rank import log_prob_rank  # noqa: E402

@@ -19,10 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
     logging.getLogger("fairseq").setLevel(logging.WARNING)  # it greets on import
 
-import mixtape_plugin  # noqa: E402, F401, I001
+import mixtape_plugin  # noqa: E402
+
+mixtape_plugin.register()
 from fairseq import checkpoint_utils  # noqa: E402
+
 from mixtape_plugin.analysis.files import write_csv, write_whole  # noqa: E402
 from mixtape_plugin.analysis.rank import log_prob_rank  # noqa: E402
+from mixtape_plugin.errors import print_user_errors  # noqa: E402
 
 LAYERS = ("softmax", "mixtape")
 MAX_CONTEXTS = 2000
@@ -92,4 +96,5 @@ def main():
 
 
 if __name__ == "__main__":
+    print_user_errors()
     main()

@@ -21,7 +21,7 @@ import torch
 from fairseq.data import Dictionary
 
 import mixtape_plugin
-from mixtape_plugin import fairseq_compat
+from mixtape_plugin import errors
 from mixtape_plugin.models import transformer
 
 USER_DIR = os.path.dirname(mixtape_plugin.__file__)
@@ -70,7 +70,7 @@ def run(command, *args):
 def start(*command):
     """A command in a process of its own, with as many threads as this one."""
     env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    env.pop(fairseq_compat.FULL_TRACEBACK, None)
+    env.pop(errors.FULL_TRACEBACK, None)
     return subprocess.Popen(
         list(map(str, command)), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
     )

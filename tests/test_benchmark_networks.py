@@ -10,11 +10,11 @@ import pytest
 import torch
 from recipes import load_script
 
-from mixtape_plugin.analysis import network_benchmark as library
-from mixtape_plugin.analysis.measuring import Budget, Setting
-from mixtape_plugin.analysis.network_benchmark import TrainingStep, benchmark
-from mixtape_plugin.analysis.network_workloads import SHAPES, network_args
-from mixtape_plugin.analysis.workloads import BASELINE, Variant, paper_ratio, variants
+from mixtape_plugin.benchmarks import network_benchmark as library
+from mixtape_plugin.benchmarks.measuring import Budget, Setting
+from mixtape_plugin.benchmarks.network_benchmark import TrainingStep, benchmark
+from mixtape_plugin.benchmarks.network_workloads import SHAPES, network_args
+from mixtape_plugin.benchmarks.workloads import BASELINE, Variant, paper_ratio, variants
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "benchmark_networks.py"
 script = load_script("benchmark_networks")

@@ -11,9 +11,8 @@ from conftest import USER_DIR, console_script, parse_log, run, start
 from recipes import files
 from test_training import KILLED_BEFORE_UPDATE_6, assert_same_parameters, free_port, loss_curve
 
-from mixtape_plugin.analysis.language_model import load_language_model, perplexity
-from mixtape_plugin.errors import UserError
-from mixtape_plugin.fairseq_compat import _sentence_for_user
+from mixtape_plugin.errors import UserError, sentence_for_user
+from mixtape_plugin.evaluation.language_model import load_language_model, perplexity
 from mixtape_plugin.tasks.bptt_language_modeling import BpttLanguageModelingTask
 
 VALID_TOKENS = 50 * 9  # lines of 8 words and </s>
@@ -447,7 +446,7 @@ def test_dictionary_that_does_not_match_the_checkpoint(change, text, checkpoint,
         args = lm_args(tmp_path / "bin", folder, "--optimizer", "adam", "--max-epoch", 9, "--frequent-ratio", 1, *flags)
         with pytest.raises(Exception) as error:
             run("train", *args)
-        assert message in _sentence_for_user(error.value)
+        assert message in sentence_for_user(error.value)
     assert files(save) == before and list(tmp_path.glob("*/*.pt")) == [save / "checkpoint_last.pt"]
 
 

@@ -21,10 +21,10 @@ from toy_language_models import (
     train,
 )
 
-from mixtape_plugin.analysis import cache_pointer as module
-from mixtape_plugin.analysis.cache_pointer import PAPER_SETTINGS, cache_log_probs, cache_pointer, mix, predict_text
-from mixtape_plugin.analysis.language_model import load_language_model, perplexity
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.evaluation import cache_pointer as module
+from mixtape_plugin.evaluation.cache_pointer import PAPER_SETTINGS, cache_log_probs, cache_pointer, mix, predict_text
+from mixtape_plugin.evaluation.language_model import load_language_model, perplexity
 from mixtape_plugin.output_layers import OUTPUT_LAYERS
 
 

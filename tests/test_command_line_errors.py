@@ -13,7 +13,7 @@ from conftest import LAYERS, console_script, generate_args, run, start, train_ar
 from fairseq import options, tasks
 from fairseq.data import Dictionary
 
-from mixtape_plugin import fairseq_compat
+from mixtape_plugin import errors
 from mixtape_plugin.errors import UserError
 
 
@@ -54,7 +54,7 @@ def error_of(command, *args):
     """The sentence printed where a command fails."""
     with pytest.raises(Exception) as failure:
         run(command, *args)
-    return fairseq_compat._sentence_for_user(failure.value)
+    return errors.sentence_for_user(failure.value)
 
 
 # -------------------------------------------------------------------------------------------------- options

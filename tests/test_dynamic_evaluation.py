@@ -23,15 +23,15 @@ from toy_language_models import (
     train,
 )
 
-from mixtape_plugin.analysis import language_model
-from mixtape_plugin.analysis.dynamic_evaluation import (
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.evaluation import language_model
+from mixtape_plugin.evaluation.dynamic_evaluation import (
     PAPER_SETTINGS,
     dynamic_evaluation,
     gradient_statistics,
     gradients_without_dropout,
 )
-from mixtape_plugin.analysis.language_model import load_language_model, perplexity
-from mixtape_plugin.errors import UserError
+from mixtape_plugin.evaluation.language_model import load_language_model, perplexity
 from mixtape_plugin.output_layers import OUTPUT_LAYERS
 
 

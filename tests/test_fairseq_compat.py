@@ -22,12 +22,12 @@ from fairseq_cli import train as fairseq_train
 from omegaconf import OmegaConf
 
 import mixtape_plugin
-from mixtape_plugin import fairseq_compat
+from mixtape_plugin import errors, fairseq_compat
 from mixtape_plugin.errors import UserError
 
 USER_DIR = os.path.dirname(mixtape_plugin.__file__)
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
-ENVIRONMENT.pop(fairseq_compat.FULL_TRACEBACK, None)
+ENVIRONMENT.pop(errors.FULL_TRACEBACK, None)
 by_allow_list = pytest.mark.skipif(not fairseq_compat.loads_weights_only(), reason="torch < 2.6 has no allow-list")
 
 
@@ -407,6 +407,7 @@ def test_only_known_deprecations_are_silent():
     code = """
 import sys, warnings
 import mixtape_plugin, torch
+mixtape_plugin.register()
 torch.cuda.amp.autocast(enabled=False)
 warnings.warn("hydra.experimental.compose() is no longer experimental. Use hydra.compose()", UserWarning)
 print("unknown ones:", file=sys.stderr)
@@ -465,19 +466,19 @@ def suppress(error):
     ],
 )
 def test_user_error_is_printed_as_a_sentence(wrap, printed, capsys, monkeypatch):
-    monkeypatch.delenv(fairseq_compat.FULL_TRACEBACK, raising=False)
+    monkeypatch.delenv(errors.FULL_TRACEBACK, raising=False)
     error = raise_and_catch(lambda: chained(wrap))
     full = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    fairseq_compat._excepthook(type(error), error, error.__traceback__)
+    errors._excepthook(type(error), error, error.__traceback__)
     assert capsys.readouterr().err == (printed or full)
-    monkeypatch.setenv(fairseq_compat.FULL_TRACEBACK, "1")
-    fairseq_compat._excepthook(type(error), error, error.__traceback__)
+    monkeypatch.setenv(errors.FULL_TRACEBACK, "1")
+    errors._excepthook(type(error), error, error.__traceback__)
     assert capsys.readouterr().err == full
 
 
 def test_other_errors_print_as_ever(capsys):
     error = raise_and_catch(lambda: {}["missing"])
-    fairseq_compat._excepthook(type(error), error, error.__traceback__)
+    errors._excepthook(type(error), error, error.__traceback__)
     expected = io.StringIO()
     traceback.print_exception(type(error), error, error.__traceback__, file=expected)
     assert capsys.readouterr().err == expected.getvalue()
@@ -487,10 +488,10 @@ def test_user_error_of_a_spawned_process_is_printed_as_a_sentence(capsys):
     error = raise_and_catch(lambda: chained(bury))
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     error = torch.multiprocessing.ProcessRaisedException(f"-- Process 1 terminated:\n{text}", 1, 123)
-    fairseq_compat._excepthook(type(error), error, None)
+    errors._excepthook(type(error), error, None)
     assert capsys.readouterr().err == "error: --num-components is 1, 2 or more is allowed\n"
     error = torch.multiprocessing.ProcessRaisedException("-- Process 1 terminated:\nKeyError: 'x'", 1, 123)
-    fairseq_compat._excepthook(type(error), error, None)
+    errors._excepthook(type(error), error, None)
     assert "KeyError" in capsys.readouterr().err
 
 
@@ -499,11 +500,11 @@ def test_a_hook_of_someone_else_stays(monkeypatch):
         pass
 
     monkeypatch.setattr(sys, "excepthook", theirs)
-    fairseq_compat.print_user_errors_without_traceback()
+    errors.print_user_errors()
     assert sys.excepthook is theirs
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    fairseq_compat.print_user_errors_without_traceback()
-    assert sys.excepthook is fairseq_compat._excepthook
+    errors.print_user_errors()
+    assert sys.excepthook is errors._excepthook
 
 
 # ------------------------------------------------------------------------------------- the commands themselves
@@ -540,7 +541,7 @@ def test_generate_refuses_a_foreign_checkpoint_and_missing_data(data_bin, tmp_pa
         call_command(monkeypatch, generate, *generate_args(tmp_path / "nowhere", path))
     with pytest.raises(FileNotFoundError) as missing:
         call_command(monkeypatch, fairseq_train, *train_args(data_bin, tmp_path, "--train-subset=train9"))
-    assert fairseq_compat._sentence_for_user(missing.value).startswith("Dataset not found: train9")
+    assert errors.sentence_for_user(missing.value).startswith("Dataset not found: train9")
 
 
 @by_allow_list

@@ -22,8 +22,6 @@ from fairseq.data import Dictionary, data_utils
 from fairseq.tokenizer import tokenize_line
 from recipes import ROOT, load_script, mistake, output, run, stub, write_archive
 
-import mixtape_plugin  # noqa: F401
-
 SPLITS = ("train", "valid", "test")
 
 

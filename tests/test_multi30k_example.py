@@ -181,7 +181,9 @@ def test_train_and_evaluate(prepared, tmp_path):
 
 def true_bits(path, data):
     """Mean of -log2 p over every target subword and </s> of the test set, sentence by sentence, in float64."""
-    import mixtape_plugin  # noqa: F401, I001  (first: it repairs fairseq)
+    import mixtape_plugin  # noqa: I001
+
+    mixtape_plugin.register()
     from fairseq import checkpoint_utils
 
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], arg_overrides={"data": str(data)})

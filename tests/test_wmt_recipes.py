@@ -19,7 +19,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.distributed import utils as distributed
 from recipes import ROOT, lines, load_script, mistake, output, run, stub
 
-from mixtape_plugin.analysis.workloads import SHAPES, multiply_adds
+from mixtape_plugin.benchmarks.workloads import SHAPES, multiply_adds
 
 collect_results = load_script("collect_results")
 EXAMPLES = {"wmt14_en_de": "de", "wmt14_en_fr": "fr"}

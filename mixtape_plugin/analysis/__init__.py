@@ -1,1 +1,1 @@
-"""Library code of the experiments; scripts/ holds the command lines over it."""
+"""What is studied in models and trainings; scripts/ has the command lines over it."""

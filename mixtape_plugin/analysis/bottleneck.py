@@ -13,17 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from mixtape_plugin.analysis.rank import log_prob_rank, singular_values
-from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer
+from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, build_output_layer
 
 NUM_COMPONENTS = 4
-# Name in the table -> options of its output layer.
+# Name in the table -> options of its output layer: each with gates of its own for every token, where it has gates.
 LAYERS = {
-    "softmax": {"output_layer": "softmax"},
-    "MoC": {"output_layer": "moc"},
-    "MoS": {"output_layer": "mos"},
-    "Mixtape": {"output_layer": "mixtape", "frequent_ratio": 1.0},
-    "Mixtape r=.5": {"output_layer": "mixtape", "frequent_ratio": 0.5},
+    layer_class.label: {"output_layer": name, "frequent_ratio": 1.0} for name, layer_class in OUTPUT_LAYERS.items()
 }
+LAYERS["Mixtape r=.5"] = {"output_layer": "mixtape", "frequent_ratio": 0.5}
 
 
 def random_conditional(num_contexts: int, vocab_size: int, concentration: float, rng: np.random.Generator):
@@ -53,17 +50,17 @@ def kl_divergence(true_log_probs: Tensor, log_probs: Tensor) -> float:
 class FreeContexts(nn.Module):
     """An output layer over one free feature vector for each context: what no network could do better.
 
-    All layers get features of the same width D. The softmax, whose embedding is as wide as what it sees, sees them
-    through a linear map to E.
+    All layers get features of the same width D. Those without a projection, whose embedding is as wide as what they
+    see, see them through a linear map to E.
     """
 
     def __init__(self, config: OutputLayerConfig, num_contexts: int, feature_dim: int, vocab_size: int):
         super().__init__()
         embed_dim = config.output_embed_dim
         self.features = nn.Parameter(torch.randn(num_contexts, feature_dim))
-        is_softmax = config.output_layer == "softmax"
-        self.project = nn.Linear(feature_dim, embed_dim, bias=False) if is_softmax else nn.Identity()
-        self.layer = build_output_layer(config, embed_dim if is_softmax else feature_dim, vocab_size)
+        has_projection = OUTPUT_LAYERS[config.output_layer].has_projection
+        self.project = nn.Identity() if has_projection else nn.Linear(feature_dim, embed_dim, bias=False)
+        self.layer = build_output_layer(config, feature_dim if has_projection else embed_dim, vocab_size)
 
     def forward(self) -> Tensor:
         """log P, [N, V] in nats."""

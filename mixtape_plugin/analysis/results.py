@@ -8,6 +8,7 @@ import statistics
 from pathlib import Path
 
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayer
 
 NOT_RUN, UNREADABLE, UNKNOWN = "not run", "unreadable", "unknown"
 NUMBER = r"([-+]?\d[\d.]*(?:e[-+]?\d+)?|inf|nan)"
@@ -82,7 +83,7 @@ def from_log(text: str) -> dict:
     """The columns that train.log has. A training that was resumed is one, whose last start counts."""
     row = {"ended": "yes" if re.search(r"done training in [\d.]+ seconds\n\Z", text) else "no"}
     config = {
-        "layer": r"output_layer='(\w+)'",
+        "layer": r"output_layer='([\w-]+)'",
         "seed": r"'seed': (\d+)",
         "parameters": r"num\. shared model params: ([\d,]+) ",
         "task": r"task='(\w+)'",
@@ -91,7 +92,8 @@ def from_log(text: str) -> dict:
     if row["parameters"]:
         row["parameters"] = int(row["parameters"].replace(",", ""))
     components = last(r"num_components=(\d+)", text)
-    if components and row["layer"] not in (None, "softmax"):
+    layer_class = OUTPUT_LAYERS.get(row["layer"], OutputLayer)
+    if components and layer_class.has_components:
         row["layer"] += f"-{components}"
     starts = re.findall(r"train\.sh: commit (\S+), command (.*)", text)
     row["commit"] = ", ".join(dict.fromkeys(commit for commit, _ in starts)) or UNKNOWN

@@ -1,3 +1,7 @@
 """Criterions; importing them registers them with fairseq."""
 
-from mixtape_plugin.criterions import awd_lstm_cross_entropy, output_layer_cross_entropy  # noqa: F401
+import mixtape_plugin
+
+mixtape_plugin.register()
+
+from mixtape_plugin.criterions import awd_lstm_cross_entropy, output_layer_cross_entropy  # noqa: E402, F401

@@ -1,3 +1,7 @@
 """Models; importing them registers them with fairseq."""
 
-from mixtape_plugin.models import awd_lstm_lm, transformer  # noqa: F401
+import mixtape_plugin
+
+mixtape_plugin.register()
+
+from mixtape_plugin.models import awd_lstm_lm, transformer  # noqa: E402, F401

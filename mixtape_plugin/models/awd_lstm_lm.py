@@ -5,25 +5,23 @@ Shapes: B columns of the text, T time steps, E embedding, D the last layer's uni
 
 import hashlib
 import logging
-from argparse import Namespace
 from dataclasses import dataclass, field
 
 import torch
-from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import (
     FairseqIncrementalDecoder,
     FairseqLanguageModel,
     register_model,
     register_model_architecture,
 )
-from omegaconf import OmegaConf
 from torch import nn
 
 from mixtape_plugin.errors import UserError, check_values
+from mixtape_plugin.models.options import add_options, complete_options
 from mixtape_plugin.modules.embedding_dropout import embed_with_dropout
 from mixtape_plugin.modules.locked_dropout import locked_dropout
 from mixtape_plugin.modules.weight_drop import WeightDropLSTM
-from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer, check_frequency_order
+from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer, check_dictionary
 
 logger = logging.getLogger(__name__)
 
@@ -191,28 +189,23 @@ class AWDLSTMLanguageModel(FairseqLanguageModel):
 
     @staticmethod
     def add_args(parser):
-        gen_parser_from_dataclass(parser, AWDLSTMConfig(), delete_default=True, with_prefix="")
+        add_options(parser, AWDLSTMConfig)
 
     @classmethod
     def build_model(cls, args, task):
-        if OmegaConf.is_config(args):
-            args = Namespace(**OmegaConf.to_container(args))
-        for name, default in vars(AWDLSTMConfig()).items():
-            setattr(args, name, getattr(args, name, default))
+        args = complete_options(args, AWDLSTMConfig)
         check_options(args)
-        check_frequency_order(OutputLayerConfig.from_args(args), task.target_dictionary)
+        check_dictionary(OutputLayerConfig.from_args(args), task.target_dictionary)
         return cls(AWDLSTMDecoder(args, task.target_dictionary, getattr(task, "masked_tokens", ())))
 
 
 def count_parameters(model):
     """Parameters of a language model as the papers quote them: without the rows of symbols that cannot be predicted."""
     layer = model.decoder.output_projection
-    by_token = [getattr(layer, name, None) for name in ("weight", "bias", "gate_embedding", "gate_bias")]
+    by_token = [getattr(layer, name) for name in layer.token_parameters]
     if layer.weight is not model.decoder.embed_tokens.weight:
         by_token.append(model.decoder.embed_tokens.weight)
-    unused = sum(
-        rows[0].numel() for rows in by_token if rows is not None for token in layer.masked_tokens if token < len(rows)
-    )
+    unused = sum(rows[0].numel() for rows in by_token for token in layer.masked_tokens if token < len(rows))
     return sum(parameter.numel() for parameter in model.parameters()) - unused
 
 

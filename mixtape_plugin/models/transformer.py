@@ -1,11 +1,8 @@
 """fairseq's Transformer with any output layer and, if asked for, relative positions in self-attention."""
 
-from argparse import Namespace
 from dataclasses import dataclass, field
 
 import torch
-from fairseq.dataclass import FairseqDataclass
-from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.transformer import (
@@ -17,15 +14,15 @@ from fairseq.models.transformer import (
 from fairseq.models.transformer.transformer_legacy import base_architecture, tiny_architecture, transformer_iwslt_de_en
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
-from omegaconf import OmegaConf
 
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.models.options import add_options, complete_options
 from mixtape_plugin.modules.relative_attention import RelativeMultiheadAttention
-from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer, check_frequency_order
+from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer, check_dictionary, output_layer_class
 
 
 @dataclass
-class RelativePositionConfig(FairseqDataclass):
+class RelativePositionConfig:
     max_relative_position: int = field(
         default=0,
         metadata={"help": "k: self-attention tells positions apart up to this distance (Shaw et al. 2018); 0: off"},
@@ -68,21 +65,17 @@ class MixtapeTransformerModel(TransformerModel):
     @classmethod
     def add_args(cls, parser):
         super().add_args(parser)
-        for options in (OutputLayerConfig(), RelativePositionConfig()):
-            gen_parser_from_dataclass(parser, options, delete_default=True, with_prefix="")
+        add_options(parser, OutputLayerConfig, RelativePositionConfig)
 
     @classmethod
     def build_model(cls, args, task):
-        if OmegaConf.is_config(args):  # TransformerConfig.from_namespace keeps our options only out of a Namespace
-            args = Namespace(**OmegaConf.to_container(args))
-        for options in (OutputLayerConfig(), RelativePositionConfig()):
-            for name in options.__dataclass_fields__:
-                setattr(args, name, getattr(args, name, getattr(options, name)))
+        # A Namespace even of an omegaconf tree, out of which TransformerConfig.from_namespace would lose our options.
+        args = complete_options(args, OutputLayerConfig, RelativePositionConfig)
         check_options(args)
         if getattr(args, "bf16", False) and not torch.cuda.is_available():
             # On a CPU torch's flash attention takes seven times as long to differentiate in bfloat16 as in float32.
             torch.backends.cuda.enable_flash_sdp(False)
-        check_frequency_order(OutputLayerConfig.from_args(args), task.target_dictionary)
+        check_dictionary(OutputLayerConfig.from_args(args), task.target_dictionary)
         return super().build_model(args, task)
 
     @classmethod
@@ -163,7 +156,9 @@ def wmt_big(args):
     """What the Mixtape paper's two translation models share (section 4.2, tensor2tensor's conventions)."""
     # K: 4 for Mixtape (section 3.2), 9 for the MoS it is compared with (Kong et al. 2018).
     args.output_layer = getattr(args, "output_layer", "mixtape")
-    args.num_components = getattr(args, "num_components", 9 if args.output_layer in ("mos", "moc") else 4)
+    layer_class = output_layer_class(args.output_layer)
+    usual_components = layer_class.usual_components or (9 if layer_class.has_components else 4)
+    args.num_components = getattr(args, "num_components", usual_components)
     args.encoder_attention_heads = getattr(args, "encoder_attention_heads", 16)
     args.decoder_attention_heads = getattr(args, "decoder_attention_heads", 16)
     args.attention_dropout = getattr(args, "attention_dropout", 0.15)

@@ -1,3 +1,7 @@
 """Optimizers; importing them registers them with fairseq."""
 
-from mixtape_plugin.optim import nt_asgd  # noqa: F401
+import mixtape_plugin
+
+mixtape_plugin.register()
+
+from mixtape_plugin.optim import nt_asgd  # noqa: E402, F401

@@ -55,8 +55,9 @@ def cross_entropy(
 class OutputLayer(nn.Module):
     """Turns features [..., D] into a distribution over V tokens.
 
-    Subclasses implement :meth:`forward`, from which the eager loss follows, and :meth:`fused_loss`, which has to agree
-    with it.
+    Subclasses implement :meth:`forward`, from which the eager loss follows, and say what they cost, in
+    :attr:`scores_per_token` and :attr:`multiply_adds`. They may have a :meth:`fused_loss`, which has to agree with
+    :meth:`forward`. What other code asks of a layer is in the attributes of the class.
 
     Args:
         config: :class:`~mixtape_plugin.output_layers.OutputLayerConfig`, already checked.
@@ -64,7 +65,25 @@ class OutputLayer(nn.Module):
         vocab_size: V.
         tied_weight: the input embedding [V, E] to share; without it the layer has its own.
         masked_tokens: ids that cannot be predicted; their probability is exactly 0.
+
+    Raises:
+        UserError: without a projection, E differs from D; ``--output-impl fused`` where there is no fused loss.
     """
+
+    #: Its name in a table.
+    label = ""
+    #: Whether it has K components, ``--num-components``.
+    has_components = False
+    #: K where a comparison of layers says none; None: what the comparison gives the mixtures of softmaxes.
+    usual_components: int | None = None
+    #: Whether it takes features [..., D] to width E; without, E = D.
+    has_projection = False
+    #: Parameters with a row for each token, the first token in the first row; there may be rows for the first S only.
+    token_parameters = ("weight", "bias")
+    #: Settings that comparisons run beside the layer itself: what is added to its name -> options.
+    variants: dict = {}
+    #: S, the first tokens of the vocabulary, for which it has more parameters than for the others.
+    num_frequent = 0
 
     def __init__(
         self,
@@ -79,6 +98,16 @@ class OutputLayer(nn.Module):
         self.feature_dim = feature_dim
         self.vocab_size = vocab_size
         self.embed_dim = embedding_width(config, feature_dim, tied_weight)
+        if not self.has_projection and self.embed_dim != feature_dim:
+            raise UserError(
+                f"--output-layer {config.output_layer} has no projection: its embedding width is {self.embed_dim} "
+                f"and must be that of the features, {feature_dim}"
+            )
+        if config.output_impl == "fused" and not self.has_fused_loss():
+            raise UserError(
+                f"--output-impl fused is not allowed: --output-layer {config.output_layer} has no fused loss; "
+                "auto or eager"
+            )
         if tied_weight is None:
             tied_weight = nn.Parameter(torch.empty(vocab_size, self.embed_dim))
             nn.init.normal_(tied_weight, std=self.embed_dim**-0.5)
@@ -94,6 +123,14 @@ class OutputLayer(nn.Module):
             mask = torch.zeros(vocab_size, dtype=torch.bool)
             mask[list(self.masked_tokens)] = True
         self.register_buffer("vocabulary_mask", mask, persistent=False)
+
+    @classmethod
+    def has_fused_loss(cls) -> bool:
+        return cls.fused_loss is not OutputLayer.fused_loss
+
+    @classmethod
+    def check_dictionary(cls, config, dictionary) -> None:
+        """Raises UserError for a fairseq dictionary that the layer cannot use."""
 
     @property
     def logit_bias(self) -> Tensor:
@@ -118,7 +155,20 @@ class OutputLayer(nn.Module):
     @property
     def scores_per_token(self) -> int:
         """About how many values, each the size of a score in memory, :meth:`forward` holds for each context."""
-        return self.vocab_size
+        raise NotImplementedError
+
+    @property
+    def score_rows(self) -> int:
+        """Rows of V scores that a fused loss computes for each token."""
+        return 1
+
+    @property
+    def multiply_adds(self) -> int:
+        """Multiply-adds a token of :meth:`forward`'s matrix products; a training step has 6 times as many FLOPs.
+
+        Priors, and all that is no matrix product with V, S or E on one side, may be left out.
+        """
+        raise NotImplementedError
 
     def forward(self, features: Tensor) -> Tensor:
         """Scores [..., V]; ``log_softmax`` of them is the distribution."""
@@ -211,6 +261,9 @@ class OutputLayer(nn.Module):
 class MixtureLayer(OutputLayer):
     """An output layer over K context vectors h_k = α·tanh(H_k g + b_k) (Mixtape eq. 5, where α = 1; MoS calls H_k
     W_{h,k})."""
+
+    has_components = True
+    has_projection = True
 
     def __init__(self, config, feature_dim, vocab_size, tied_weight=None, masked_tokens=()):
         super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)

@@ -56,6 +56,11 @@ class Mixtape(MixtureLayer):
         UserError: K < 2, or r·V rounds to no token.
     """
 
+    label = "Mixtape"
+    usual_components = 4  # of all experiments of the paper
+    token_parameters = ("weight", "bias", "gate_embedding", "gate_bias")
+    variants = {"no-sharing": {"frequent_ratio": 1.0}}
+
     def __init__(self, config, feature_dim, vocab_size, tied_weight=None, masked_tokens=()):
         super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
         if self.num_components < 2:
@@ -76,6 +81,33 @@ class Mixtape(MixtureLayer):
     @property
     def scores_per_token(self) -> int:
         return (self.num_components + self.num_gates) * self.num_frequent + self.vocab_size
+
+    @property
+    def multiply_adds(self) -> int:
+        contexts = self.num_components * self.feature_dim * self.embed_dim
+        gates = self.num_gates * self.config.gate_dim * (self.num_frequent + self.feature_dim)
+        scores = (self.vocab_size + self.num_gates * self.num_frequent) * self.embed_dim
+        return scores + contexts + gates
+
+    @classmethod
+    def check_dictionary(cls, config, dictionary) -> None:
+        """With r < 1 counts must be in descending order and not all equal: the frequent tokens are the first ids."""
+        if config.frequent_ratio == 1:
+            return
+        # Past the frequent ids order does not matter: tasks add symbols there, after the padding with counts of 0.
+        counts = dictionary.count[dictionary.nspecial :]
+        num_frequent = max(round(config.frequent_ratio * len(dictionary)) - dictionary.nspecial, 1)
+        frequent, rare = counts[:num_frequent], counts[num_frequent:]
+        if frequent != sorted(frequent, reverse=True) or (frequent and max(rare, default=0) > frequent[-1]):
+            problem = "is not ordered by frequency"
+        elif len(counts) > 1 and len(set(counts) - {0}) <= 1:
+            problem = f"gives every token the same count ({counts[0]})"
+        else:
+            return
+        raise UserError(
+            f"--frequent-ratio {config.frequent_ratio} shares the gates of rare tokens, but the dictionary {problem}: "
+            "write it with fairseq-preprocess, or use --frequent-ratio 1"
+        )
 
     @property
     def noise(self) -> float:

@@ -17,9 +17,19 @@ class MixtureOfContexts(MixtureLayer):
     The parameters of MoS, mixed before the softmax instead of after: log P stays of rank E + 2 at most.
     """
 
+    label = "MoC"
+
     def __init__(self, config, feature_dim, vocab_size, tied_weight=None, masked_tokens=()):
         super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
         self.prior = nn.Linear(feature_dim, self.num_components, bias=False)
+
+    @property
+    def scores_per_token(self) -> int:
+        return self.vocab_size
+
+    @property
+    def multiply_adds(self) -> int:
+        return (self.vocab_size + self.num_components * self.feature_dim) * self.embed_dim
 
     def mixed_context(self, features: Tensor) -> Tensor:
         """Σ_k π_k h_k, [..., E]."""

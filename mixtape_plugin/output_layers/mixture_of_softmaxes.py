@@ -22,6 +22,8 @@ class MixtureOfSoftmaxes(MixtureLayer):
     log-sum-exp.
     """
 
+    label = "MoS"
+
     def __init__(self, config, feature_dim, vocab_size, tied_weight=None, masked_tokens=()):
         super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
         self.prior = nn.Linear(feature_dim, self.num_components, bias=False)
@@ -29,6 +31,14 @@ class MixtureOfSoftmaxes(MixtureLayer):
     @property
     def scores_per_token(self) -> int:
         return self.num_components * self.vocab_size
+
+    @property
+    def score_rows(self) -> int:
+        return self.num_components
+
+    @property
+    def multiply_adds(self) -> int:
+        return self.num_components * (self.vocab_size + self.feature_dim) * self.embed_dim
 
     def forward(self, features: Tensor) -> Tensor:
         contexts, prior = self.context_vectors(features), self.prior(features)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from mixtape_plugin.errors import UserError
 from mixtape_plugin.kernels.softmax import softmax_loss
 from mixtape_plugin.output_layers.base import OutputLayer
 
@@ -14,18 +13,17 @@ class Softmax(OutputLayer):
     """p(x|c) = softmax_x(α g·w_x + b_x) (Mixtape, section 2, with h_c = g and α = 1): log P has rank at most E + 2.
 
     No context projection, so E = D. The bias is what the other layers have too; fairseq's own has none.
-
-    Raises:
-        UserError: E differs from D.
     """
 
-    def __init__(self, config, feature_dim, vocab_size, tied_weight=None, masked_tokens=()):
-        super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
-        if self.embed_dim != feature_dim:
-            raise UserError(
-                f"--output-layer softmax has no projection: its embedding width is {self.embed_dim} "
-                f"and must be that of the features, {feature_dim}"
-            )
+    label = "softmax"
+
+    @property
+    def scores_per_token(self) -> int:
+        return self.vocab_size
+
+    @property
+    def multiply_adds(self) -> int:
+        return self.vocab_size * self.embed_dim
 
     def forward(self, features: Tensor) -> Tensor:
         return F.linear(self.scaled(features), self.weight, self.logit_bias)

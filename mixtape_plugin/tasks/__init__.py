@@ -1,3 +1,7 @@
 """Tasks; importing them registers them with fairseq."""
 
-from mixtape_plugin.tasks import bptt_language_modeling  # noqa: F401
+import mixtape_plugin
+
+mixtape_plugin.register()
+
+from mixtape_plugin.tasks import bptt_language_modeling  # noqa: E402, F401

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 
-from mixtape_plugin.analysis.workloads import PAPER_TIMES
+from mixtape_plugin.benchmarks.workloads import PAPER_TIMES, class_of, layer_options, split_layer
 from mixtape_plugin.models.awd_lstm_lm import parse_hidden_sizes  # and with it all architectures
 
 SIZES = ("same", "own")
@@ -78,33 +78,34 @@ def network_args(layer: str, shape: TextShape, sizes: str = "same") -> Namespace
     """The options of a layer's network.
 
     Args:
-        layer: softmax, moc-K, mos-K, mixtape or mixtape-no-sharing.
-        sizes: ``own``: those of each layer's architecture, as one would train it; ``same``: MoS's for all, so that
-            networks differ in the output layer only. The last layer of softmax, which is tied and has no projection,
-            is then E wide. Transformers are the same anyway; their hidden size is that of the feed-forward layers.
+        layer: a name of :func:`~mixtape_plugin.benchmarks.workloads.layer_options`, with -K where it takes one.
+        sizes: ``own``: those of each layer's architecture, as one would train it (MoS's for a layer that has none);
+            ``same``: MoS's for all, so that networks differ in the output layer only. The last layer of softmax, which
+            is tied and has no projection, is then E wide. Transformers are the same anyway; their hidden size is that
+            of the feed-forward layers.
     """
-    kind, _, variant = layer.partition("-")
-    args = Namespace()
-    if kind in ("moc", "mos"):
-        args.output_layer, args.num_components = kind, int(variant)
-    elif variant == "no-sharing":
-        args.frequent_ratio = 1.0
+    kind, k = split_layer(layer)
+    args = Namespace(**layer_options()[kind])
+    if k:
+        args.num_components = k
     if shape.translates:
-        args.arch, args.output_layer = shape.arch, kind
+        args.arch = shape.arch
         ARCH_CONFIG_REGISTRY[args.arch](args)
         args.embed_dim, args.hidden_sizes = args.decoder_embed_dim, args.decoder_ffn_embed_dim
         return args
-    args.arch = shape.arch + {"softmax": "", "mixtape": "_mixtape"}.get(kind, "_mos")
+    mixtures = f"{shape.arch}_mos"
+    own, has_projection = f"{shape.arch}_{args.output_layer}", class_of(layer).has_projection
+    args.arch = own if own in ARCH_CONFIG_REGISTRY else mixtures if has_projection else shape.arch
     if shape.hidden_sizes:
         common = shape
     elif sizes == "same":
         common = Namespace()
-        ARCH_CONFIG_REGISTRY[shape.arch + "_mos"](common)
+        ARCH_CONFIG_REGISTRY[mixtures](common)
     else:
         common = None
     if common:
         hidden_sizes = parse_hidden_sizes(common.hidden_sizes)
-        if kind == "softmax":
+        if not has_projection:
             hidden_sizes[-1] = common.embed_dim
         args.embed_dim, args.hidden_sizes = common.embed_dim, ",".join(map(str, hidden_sizes))
     ARCH_CONFIG_REGISTRY[args.arch](args)

@@ -15,8 +15,8 @@ from typing import Callable
 import torch
 from torch import Tensor
 
-from mixtape_plugin.analysis.language_model import Score, extract_features, score, segments, target_log_probs
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.evaluation.language_model import Score, extract_features, score, segments, target_log_probs
 
 # Yang et al. 2018, table 9: η, λ, ε. The statistics are of batches of 100, the segments of 5 tokens, for both.
 PAPER_SETTINGS = {

@@ -9,7 +9,7 @@ import statistics
 
 import torch
 
-from mixtape_plugin.analysis.measuring import (
+from mixtape_plugin.benchmarks.measuring import (
     Budget,
     Setting,
     available_memory,
@@ -22,7 +22,7 @@ from mixtape_plugin.analysis.measuring import (
     summary,
     take_turns,
 )
-from mixtape_plugin.analysis.workloads import (
+from mixtape_plugin.benchmarks.workloads import (
     BASELINE,
     GATE_DIM,
     PEERS,
@@ -31,13 +31,13 @@ from mixtape_plugin.analysis.workloads import (
     Shape,
     Variant,
     build_layer,
-    count_parameters,
+    class_of,
     full_name,
     fused_memory,
     multiply_adds,
     num_components,
-    num_frequent,
     paper_ratio,
+    sized_layer,
     variants,
 )
 
@@ -120,28 +120,26 @@ def peak_memory_of_fresh_process(variant: Variant, shape: Shape, setting: Settin
 def estimate_memory(variant: Variant, shape: Shape, setting: Setting) -> int:
     """Bytes that a step needs at most: weights, their gradients, and N·values of 4 bytes or more.
 
-    Values of a token, at the peak on a CPU with some to spare: eager softmax and MoC 5·V, MoS 5·(K+1)·V, Mixtape
-    5·V + 25·S for K = 4; fused 8·(K·(E + d2) + D), beside :func:`fused_memory`. Peers count as the eager softmax.
+    Values of a token, at the peak on a CPU with some to spare: eager 5·V, and 5 for each that the layer's forward
+    holds; fused 8·(K·(E + d2) + D), beside :func:`fused_memory`. Peers count as the eager softmax.
     """
-    kind, v, k = variant.layer.split("-")[0], shape.vocab_size, num_components(variant.layer, shape)
-    s = num_frequent(variant.layer, shape) if kind == "mixtape" else 0
+    layer = sized_layer(variant.layer, shape)
     size = torch.finfo(getattr(torch, setting.dtype)).bits // 8
     wide = max(4, size)
-    parameters = count_parameters(variant.layer, shape)
-    fixed = 2 * size * parameters
+    fixed = 2 * size * sum(parameter.numel() for parameter in layer.parameters())
     if variant.impl == "eager" or variant.impl in PEERS:
-        values = 5 * v * (k + 1 if kind == "mos" else 1) + 25 * s * k // 4
+        values = 5 * (layer.scores_per_token + shape.vocab_size)
     else:
-        scores = k * v if kind == "mos" else v + (2 * k - 1) * s
-        fixed += fused_memory(kind, scores, k, shape.tokens, parameters, setting.label_smoothing > 0, wide)
-        values = 8 * (k * (shape.embed_dim + GATE_DIM) + shape.feature_dim)
+        fixed += fused_memory(layer, shape.tokens, setting.label_smoothing > 0, wide)
+        k = num_components(variant.layer, shape)
+        values = 8 * (k * (shape.embed_dim + GATE_DIM) + layer.feature_dim)
     return fixed + wide * shape.tokens * values
 
 
 def settings_of(variant: Variant, setting: Setting, prices: bool) -> dict:
     """What a variant is timed in, under the name of the column: as it is and, for ``prices``, with what it costs."""
     settings = {"ms_median": setting}
-    if prices and variant.layer != "softmax":  # which has no noise
+    if prices and class_of(variant.layer).has_components:  # the others have no noise
         settings["noise_ratio"] = setting._replace(noise=True)
     if prices and variant.impl not in PEERS:
         settings["smoothing_ratio"] = setting._replace(label_smoothing=0.1)
@@ -242,11 +240,12 @@ def new_row(variant: Variant, shape: Shape, budget: Budget | None) -> dict:
     layer = variant.layer
     row = dict.fromkeys(COLUMNS)
     row.update(shape._asdict(), layer=full_name(layer, shape), impl=variant.impl)
-    row["parameters"] = count_parameters(layer, shape)
+    sized = sized_layer(layer, shape)
+    row["parameters"] = sum(parameter.numel() for parameter in sized.parameters())
     row["num_components"] = num_components(layer, shape)
-    row["feature_dim"] = shape.embed_dim if layer == "softmax" else shape.feature_dim
-    row["frequent_ratio"] = num_frequent(layer, shape) / shape.vocab_size if layer.startswith("mixtape") else None
-    row["flop_ratio"] = multiply_adds(layer, shape) / multiply_adds("softmax", shape)
+    row["feature_dim"] = sized.feature_dim
+    row["frequent_ratio"] = sized.num_frequent / shape.vocab_size if sized.num_frequent else None
+    row["flop_ratio"] = sized.multiply_adds / multiply_adds(BASELINE.layer, shape)
     column = "output_layer_in_memory" if budget else "output_layer"
     row["paper_ratio"] = paper_ratio(row["layer"], shape.shape, column)
     row["memory_budget_gb"] = budget and budget.bytes / 1e9
@@ -260,7 +259,7 @@ def sweep(shape: Shape, layers, impls, setting: Setting, rounds: int, memory_lim
     points += [("K", k, shape._replace(num_components=k)) for k in SWEEP_COMPONENTS]
     rows = []
     for name, value, point in points:
-        named = [layer if layer == "softmax" else f"{layer}-{point.num_components}" for layer in layers]
+        named = [layer + f"-{point.num_components}" * class_of(layer).has_components for layer in layers]
         found = benchmark(point, variants(named, impls), setting, rounds, memory_limit, tick=tick)
         rows += [{**row, "sweep": name, "sweep_value": value} for row in found]
     return rows

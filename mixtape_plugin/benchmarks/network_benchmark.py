@@ -7,13 +7,12 @@ of one step, E embedding, D the last layer's units, K components, V vocabulary.
 
 from __future__ import annotations
 
-import contextlib
 import math
 
 import torch
 from fairseq.optim.adam import FairseqAdam, FairseqAdamConfig
 
-from mixtape_plugin.analysis.measuring import (
+from mixtape_plugin.benchmarks.measuring import (
     Budget,
     Setting,
     available_memory,
@@ -26,14 +25,14 @@ from mixtape_plugin.analysis.measuring import (
     summary,
     take_turns,
 )
-from mixtape_plugin.analysis.network_workloads import (
+from mixtape_plugin.benchmarks.network_workloads import (
     TextShape,
     build_network,
     mos_paper_ratio,
     network_args,
     paper_output_share,
 )
-from mixtape_plugin.analysis.workloads import BASELINE, Variant, fused_memory, paper_ratio
+from mixtape_plugin.benchmarks.workloads import BASELINE, Variant, fused_memory, paper_ratio, without_values
 from mixtape_plugin.criterions.awd_lstm_cross_entropy import AWDLSTMCrossEntropy
 from mixtape_plugin.criterions.output_layer_cross_entropy import OutputLayerCrossEntropy
 from mixtape_plugin.data.bptt_dataset import BpttDataset, TokenStream
@@ -188,8 +187,7 @@ def estimate_memory(variant: Variant, shape: TextShape, sizes: str = "same") -> 
     """Bytes that a training needs at most: weights, gradients and the update twice over (Adam: its two moments, and
     the largest weight twice), 16 numbers for each unit and token, 8 for each score that an eager output layer holds at
     once, 100 MB for the program."""
-    # weights without values, where torch has them
-    with torch.device("meta") if hasattr(torch.device, "__enter__") else contextlib.nullcontext():
+    with without_values():
         model, _ = build_network(variant.layer, shape, sizes)
     parameters = [parameter.numel() for parameter in model.parameters()]
     layer = model.decoder.output_projection
@@ -201,10 +199,8 @@ def estimate_memory(variant: Variant, shape: TextShape, sizes: str = "same") -> 
     if variant.impl == "eager":
         scores = 4 * 8 * min(tokens * layer.scores_per_token, base.MAX_SCORES)
     else:
-        own = sum(parameter.numel() for parameter in layer.parameters())
-        k = getattr(layer, "num_components", 1)
-        kind, smooth = layer.config.output_layer, shape.label_smoothing > 0
-        scores = fused_memory(kind, layer.scores_per_token, k, tokens, own, smooth)
+        k = layer.config.num_components if layer.has_components else 1
+        scores = fused_memory(layer, tokens, shape.label_smoothing > 0)
         scores += 4 * 8 * tokens * (k * (layer.embed_dim + layer.config.gate_dim) + layer.feature_dim)
     held = 4 * sum(parameters) + (2 * max(parameters) if shape.translates else 0)
     return 4 * (held + 16 * tokens * units) + scores + 10**8
@@ -224,7 +220,7 @@ def benchmark(
     and then its output layer's part of it.
 
     Args:
-        variants: softmax, moc-K, mos-K, mixtape, mixtape-no-sharing, each eager or fused.
+        variants: of :func:`~mixtape_plugin.benchmarks.workloads.variants`; with a K in the names of mixtures.
         memory_limit: bytes; a network that needs more by :func:`estimate_memory` is skipped (default: what is free).
         budget: instead of the shape's B, the largest that fits, by :func:`largest_batch`.
         tick: called with the number of turns done, of 2·`rounds` + 3 for each network.

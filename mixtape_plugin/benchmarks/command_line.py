@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from mixtape_plugin.analysis.files import write_csv
-from mixtape_plugin.analysis.measuring import ROOT, Budget, available_memory
+from mixtape_plugin.benchmarks.measuring import ROOT, Budget, available_memory
 from mixtape_plugin.errors import UserError
 
 

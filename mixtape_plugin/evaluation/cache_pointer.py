@@ -13,7 +13,7 @@ from typing import Callable
 import torch
 from torch import Tensor
 
-from mixtape_plugin.analysis.language_model import Score, predict, score, segments
+from mixtape_plugin.evaluation.language_model import Score, predict, score, segments
 from mixtape_plugin.output_layers.base import at_least_float32
 
 # Merity et al. 2018, whose README gives PTB's and whose code gives WikiText-2's to more digits.

@@ -6,17 +6,18 @@ Shapes: D features, E embedding, K components, V vocabulary, S frequent tokens, 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from mixtape_plugin.errors import UserError
 from mixtape_plugin.kernels.common import chunks, longest
-from mixtape_plugin.output_layers import OUTPUT_IMPLS, OutputLayerConfig, build_output_layer
+from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, build_output_layer
 
 GATE_DIM = 64  # d2, which the paper does not give
-LAYERS = ("softmax", "moc", "mos", "mixtape", "mixtape-no-sharing")
 
 
 class Shape(NamedTuple):
@@ -25,8 +26,8 @@ class Shape(NamedTuple):
     shape: str  # its name
     vocab_size: int
     embed_dim: int
-    feature_dim: int  # of the mixtures; the features of softmax are E wide
-    num_components: int  # of mos and moc; mixtape has 4
+    feature_dim: int  # of layers with a projection; the features of the others are E wide
+    num_components: int  # of the mixtures but mixtape, which has 4
     frequent_ratio: float
     tokens: int
 
@@ -98,7 +99,7 @@ PAPER_NOISE = {
 class Variant(NamedTuple):
     """A layer in one of its implementations."""
 
-    layer: str  # of LAYERS; -K after its name for a K of its own
+    layer: str  # of layer_options(); -K after its name for a K of its own
     impl: str = "eager"  # of OUTPUT_IMPLS, or, of softmax, of PEERS
 
 
@@ -142,10 +143,13 @@ def installed_peers(device: str) -> list:
     return names
 
 
-def variants(layers, impls) -> list:
-    """The layers in their implementations, the eager softmax first; peers have softmax only."""
-    pairs = [Variant(layer, impl) for layer in layers for impl in impls if layer == "softmax" or impl in OUTPUT_IMPLS]
-    return list(dict.fromkeys([BASELINE, *pairs]))
+def layer_options() -> dict:
+    """What can be compared -> its options: every output layer, and its variants, whose names come after its own."""
+    return {
+        "-".join(filter(None, (name, variant))): {"output_layer": name, **options}
+        for name, layer_class in OUTPUT_LAYERS.items()
+        for variant, options in {"": {}, **layer_class.variants}.items()
+    }
 
 
 def split_layer(layer: str) -> tuple:
@@ -154,22 +158,67 @@ def split_layer(layer: str) -> tuple:
     return (kind, int(k)) if k.isdigit() else (layer, None)
 
 
+def class_of(layer: str):
+    """The class of a layer's name."""
+    return OUTPUT_LAYERS[layer_options()[split_layer(layer)[0]]["output_layer"]]
+
+
+def takes_components(layer: str) -> bool:
+    """Whether the layer has the K of the comparison: those that bring a K of their own have it unless told."""
+    return class_of(layer).has_components and class_of(layer).usual_components is None
+
+
+def check_layer(text: str, needs_components: bool = False) -> str:
+    """The name of a layer of ``--layers``.
+
+    Args:
+        needs_components: whether there is no K to take where the name has none.
+
+    Raises:
+        UserError: there is no such layer, or it has no components, or K is missing.
+    """
+    kind, k = split_layer(text)
+    if kind in layer_options():
+        missing = k is None and needs_components and takes_components(kind)
+        if not missing and (k is None or (k >= 1 and class_of(kind).has_components)):
+            return text
+    names = [name + needs_components * takes_components(name) * "-K" for name in layer_options()]
+    raise UserError(f"--layers {text} is not allowed: {', '.join(names)}; mixtures may end in a K, such as mos-15")
+
+
+def variants(layers, impls) -> list:
+    """The layers in those of the implementations that they have, the eager softmax first; peers have softmax only."""
+
+    def has(layer, impl):
+        return layer == BASELINE.layer if impl in PEERS else impl != "fused" or class_of(layer).has_fused_loss()
+
+    pairs = [Variant(layer, impl) for layer in layers for impl in impls if has(layer, impl)]
+    return list(dict.fromkeys([BASELINE, *pairs]))
+
+
 def num_components(layer: str, shape: Shape) -> int:
     """K of the layer."""
-    kind, k = split_layer(layer)
-    return k or {"softmax": 1, "moc": shape.num_components, "mos": shape.num_components}.get(kind, 4)
+    _, k = split_layer(layer)
+    if not class_of(layer).has_components:
+        return 1
+    return k or class_of(layer).usual_components or shape.num_components
 
 
 def full_name(layer: str, shape: Shape) -> str:
     """The layer's name with its K, as it is in the paper: that of softmax has none, and mixtape's is 4 anyway."""
     kind, k = split_layer(layer)
-    return f"{kind}-{num_components(layer, shape)}" if k or kind in ("moc", "mos") else kind
+    return f"{kind}-{num_components(layer, shape)}" if k or takes_components(layer) else kind
 
 
-def num_frequent(layer: str, shape: Shape) -> int:
-    """S of mixtape."""
-    no_sharing = layer.startswith("mixtape-no-sharing")
-    return shape.vocab_size if no_sharing else round(shape.frequent_ratio * shape.vocab_size)
+def without_values():
+    """Inside, modules are built without values and the memory for them, where torch (2.0) can do that."""
+    return torch.device("meta") if hasattr(torch.device, "__enter__") else contextlib.nullcontext()
+
+
+def sized_layer(layer: str, shape: Shape):
+    """The layer without values: to be asked what it costs."""
+    with without_values():
+        return build_layer(Variant(layer), shape)
 
 
 def multiply_adds(layer: str, shape: Shape, projected: bool = False) -> int:
@@ -179,39 +228,24 @@ def multiply_adds(layer: str, shape: Shape, projected: bool = False) -> int:
     the priors, the shared gates and all that is no matrix product.
 
     Args:
-        projected: count the D to E projection that softmax needs to start from the mixtures' features.
+        projected: count the D to E projection that layers without one need to start from the mixtures' features.
     """
-    v, e, d = shape.vocab_size, shape.embed_dim, shape.feature_dim
-    k, s = num_components(layer, shape), num_frequent(layer, shape)
-    return {
-        "softmax": v * e + (e * d if projected else 0),
-        "moc": v * e + k * e * d,
-        "mos": k * v * e + k * e * d,
-        "mixtape": v * e + (k - 1) * s * e + k * e * d + (k - 1) * GATE_DIM * (s + d),
-    }[layer.split("-")[0]]
+    projection = 0 if class_of(layer).has_projection else shape.embed_dim * shape.feature_dim
+    return sized_layer(layer, shape).multiply_adds + (projection if projected else 0)
 
 
 def count_parameters(layer: str, shape: Shape) -> int:
     """Parameters of the layer, its embedding included."""
-    v, e, d = shape.vocab_size, shape.embed_dim, shape.feature_dim
-    k, s = num_components(layer, shape), num_frequent(layer, shape)
-    kind = layer.split("-")[0]
-    count = v * (e + 1)
-    if kind != "softmax":
-        count += k * e * (d + 1)
-    if kind in ("moc", "mos"):
-        count += k * d
-    elif kind == "mixtape":
-        count += (k - 1) * (GATE_DIM * (d + 1) + d + s) + s * GATE_DIM
-    return count
+    return sum(parameter.numel() for parameter in sized_layer(layer, shape).parameters())
 
 
-def fused_memory(kind: str, scores_per_token: int, k: int, tokens: int, parameters: int, smooth: bool, size: int = 4):
-    """Bytes of a fused loss at most: a chunk of scores twice, and the gradients of parameters before they are scaled.
-    Where MoS smooths labels, it holds a little more than four times a chunk, which took up to seven times of glibc's
-    heap."""
-    chunk = longest(chunks(tokens, scores_per_token * size, k if kind == "mos" else 1)) * scores_per_token * size
-    return (8 if kind == "mos" and smooth else 2) * chunk + size * parameters
+def fused_memory(layer, tokens: int, smooth: bool, size: int = 4) -> int:
+    """Bytes of a layer's fused loss at most: a chunk of scores twice, and the gradients of parameters before they are
+    scaled. Where a token has several rows of scores (MoS) and labels are smoothed, it holds a little more than four
+    times a chunk, which took up to seven times of glibc's heap."""
+    scores, k = layer.scores_per_token, layer.score_rows
+    chunk = longest(chunks(tokens, scores * size, k)) * scores * size
+    return (8 if k > 1 and smooth else 2) * chunk + size * sum(p.numel() for p in layer.parameters())
 
 
 def paper_ratio(layer: str, shape: str, column: str) -> float | None:
@@ -223,15 +257,15 @@ def paper_ratio(layer: str, shape: str, column: str) -> float | None:
 def build_layer(variant: Variant, shape: Shape, noise: bool = False, tied_weight=None):
     """The layer of this shape, in training mode; raises UserError where K or r is not allowed."""
     layer, impl = variant
+    options = {"frequent_ratio": shape.frequent_ratio, **layer_options()[split_layer(layer)[0]]}
     config = OutputLayerConfig(
-        output_layer=layer.split("-")[0],
         num_components=num_components(layer, shape),
         output_embed_dim=shape.embed_dim,
         gate_dim=GATE_DIM,
-        frequent_ratio=1.0 if layer.startswith("mixtape-no-sharing") else shape.frequent_ratio,
         gate_noise=0.1 if noise else 0.0,
         output_impl="eager" if impl in PEERS else impl,
+        **options,
         **(PAPER_NOISE.get(shape.shape, {}) if noise else {}),
     )
-    feature_dim = shape.embed_dim if layer == "softmax" else shape.feature_dim
+    feature_dim = shape.feature_dim if class_of(layer).has_projection else shape.embed_dim
     return build_output_layer(config, feature_dim, shape.vocab_size, tied_weight).train()

@@ -1,0 +1,40 @@
+"""What fairseq needs of the plain dataclasses that hold this plugin's options."""
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import field, fields, make_dataclass
+
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from omegaconf import OmegaConf
+
+from mixtape_plugin.output_layers import OUTPUT_IMPLS, OUTPUT_LAYERS
+
+
+def add_options(parser: ArgumentParser, *configs: type) -> None:
+    """Adds each field of the dataclasses as an option, without a default, which is the architectures' to set."""
+    choices = {"output_layer": OUTPUT_LAYERS, "output_impl": OUTPUT_IMPLS}
+    for config in configs:
+        options = [
+            (f.name, ChoiceEnum(list(choices[f.name])) if f.name in choices else f.type, copy_of(f))
+            for f in fields(config)
+        ]
+        options = make_dataclass(config.__name__, options, bases=(FairseqDataclass,))
+        gen_parser_from_dataclass(parser, options(), delete_default=True, with_prefix="")
+
+
+def copy_of(f):
+    return field(default=f.default, metadata=f.metadata)
+
+
+def complete_options(args, *configs: type) -> Namespace:
+    """The options that fairseq hands to a model, as a Namespace, with the dataclasses' defaults for those missing.
+
+    Args:
+        args: a Namespace of fairseq-train, which is changed, or an omegaconf tree of fairseq-hydra-train.
+    """
+    if OmegaConf.is_config(args):
+        args = Namespace(**OmegaConf.to_container(args))
+    for config in configs:
+        for name, default in vars(config()).items():
+            setattr(args, name, getattr(args, name, default))
+    return args

@@ -1,0 +1,71 @@
+"""The options of every output layer."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Optional
+
+from mixtape_plugin.errors import check_values
+
+OUTPUT_IMPLS = ("auto", "eager", "fused")
+
+
+@dataclass
+class OutputLayerConfig:
+    """The options of every output layer, shared by every model.
+
+    On the command line a field's ``help`` explains it, underscores are hyphens: ``--num-components``.
+    """
+
+    output_layer: str = field(
+        default="mixtape", metadata={"help": "how features become a distribution over the vocabulary"}
+    )
+    num_components: int = field(default=4, metadata={"help": "K, components of mos, moc (>= 1) and mixtape (>= 2)"})
+    output_embed_dim: Optional[int] = field(
+        default=None,
+        metadata={"help": "E, width of an untied output embedding (default: that of the features; tied: its own)"},
+    )
+    context_scale: Optional[float] = field(
+        default=None,
+        metadata={"help": "h_k, or softmax's features, times a learned scale that starts here; 0 or left out: none"},
+    )
+    context_dropout: float = field(default=0.0, metadata={"help": "dropout on the context vectors h_k"})
+    locked_context_dropout: bool = field(
+        default=False, metadata={"help": "one context dropout mask for all time steps of a sequence"}
+    )
+    gate_dim: int = field(default=64, metadata={"help": "mixtape: d2, width of the gate embedding v_x"})
+    gate_dropout: float = field(default=0.0, metadata={"help": "mixtape: dropout on tanh(U_k g)"})
+    gate_noise: float = field(
+        default=0.1, metadata={"help": "mixtape: standard deviation of the noise on gate logits in training"}
+    )
+    frequent_ratio: float = field(
+        default=0.5, metadata={"help": "mixtape: r, share of the vocabulary with gates of its own; 1: no gate sharing"}
+    )
+    gate_weight_norm: bool = field(
+        default=False, metadata={"help": "mixtape: weight normalisation of constant scale 1 on U_k"}
+    )
+    output_impl: str = field(
+        default="auto",
+        metadata={
+            "help": "fused: the loss chunk by chunk, its gradient with it; eager: the formula written out; auto: fused"
+        },
+    )
+
+    @classmethod
+    def from_args(cls, args):
+        """The output layer's options out of a model's (a Namespace or a config), defaults where they are missing."""
+        return cls(**{name: getattr(args, name) for name in cls.__dataclass_fields__ if hasattr(args, name)})
+
+    def check(self) -> None:
+        """Raises UserError for the first option whose value is not allowed, whatever the layer."""
+        allowed = {
+            "num_components": (self.num_components >= 1, "at least 1"),
+            "output_embed_dim": (self.output_embed_dim is None or self.output_embed_dim >= 1, "at least 1"),
+            "context_scale": (0 <= (self.context_scale or 0) < math.inf, "more than 0, or 0 (none)"),
+            "context_dropout": (0 <= self.context_dropout < 1, "from 0 to less than 1"),
+            "gate_dim": (self.gate_dim >= 1, "at least 1"),
+            "gate_dropout": (0 <= self.gate_dropout < 1, "from 0 to less than 1"),
+            "gate_noise": (self.gate_noise >= 0, "0 or more"),
+            "frequent_ratio": (0 < self.frequent_ratio <= 1, "more than 0 and at most 1"),
+            "output_impl": (self.output_impl in OUTPUT_IMPLS, " or ".join(OUTPUT_IMPLS)),
+        }
+        check_values(self, allowed)
