@@ -8,21 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mixtape_plugin.kernels.precision import at_least_float32
+
 # Scores of a chunk. On a CPU, glibc keeps blocks of up to 32 MiB for the next step; larger ones are given back to the
 # system, and clearing their pages anew takes longer than using them.
 CHUNK_BYTES = 2**25
 # A matrix product of fewer rows no longer runs at full speed, whatever memory it saves.
 MIN_ROWS = 256
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The type in which log-sum-exps are taken: float32, or float64 for float64 input."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def score_bytes(dtype: torch.dtype) -> int:
-    """Bytes that a score takes while its softmax is computed."""
-    return torch.finfo(at_least_float32(dtype)).bits // 8
 
 
 class Smoothing(NamedTuple):
@@ -42,44 +34,6 @@ class Smoothing(NamedTuple):
 
     def loss(self, nll: Tensor, spread: Tensor) -> Tensor:
         return self.target_weight * nll + self.epsilon * spread
-
-
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The type of the matrix products: autocast's where it is on, else the tensor's own."""
-    device = tensor.device.type
-    if tensor.dtype == torch.float64:  # autocast leaves it alone
-        return tensor.dtype
-    if hasattr(torch, "get_autocast_dtype"):
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
-    if device == "cuda":  # older torch has a function for each device
-        return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else tensor.dtype
-    return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else tensor.dtype
-
-
-def gradient_scale(dtype: torch.dtype) -> float:
-    """By how much gradients of scores are multiplied while they are held: float16 would round small ones to 0."""
-    return 256.0 if dtype == torch.float16 else 1.0
-
-
-@functools.lru_cache(maxsize=None)
-def has_triton() -> bool:
-    """Whether there is a Triton that the kernels are made for, 3.3 or later."""
-    try:
-        import triton
-    except ImportError:
-        return False
-    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
-
-
-def elementwise(device: torch.device):
-    """The module of elementwise operations for this device."""
-    if device.type == "cuda" and has_triton() and torch.cuda.get_device_capability(device) >= (8, 0):
-        from mixtape_plugin.kernels import triton_ops
-
-        return triton_ops
-    from mixtape_plugin.kernels import torch_ops
-
-    return torch_ops
 
 
 def chunks(num_tokens: int, bytes_per_token: int, rows_per_token: int = 1) -> list:

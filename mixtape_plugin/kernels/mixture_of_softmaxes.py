@@ -6,19 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mixtape_plugin.kernels.common import (
-    Gradients,
-    Smoothing,
-    add_product_,
-    at_least_float32,
-    chunks,
-    compute_dtype,
-    elementwise,
-    gradient_in_forward,
-    gradient_scale,
-    longest,
-    score_bytes,
-)
+from mixtape_plugin.kernels.common import Gradients, Smoothing, add_product_, chunks, gradient_in_forward, longest
+from mixtape_plugin.kernels.dispatch import elementwise
+from mixtape_plugin.kernels.precision import at_least_float32, compute_dtype, gradient_scale, score_bytes
 
 
 @torch.no_grad()

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.kernels.common import Smoothing, at_least_float32
+from mixtape_plugin.kernels.common import Smoothing
+from mixtape_plugin.kernels.precision import at_least_float32
 from mixtape_plugin.modules.locked_dropout import locked_dropout
 
 # Scores held at once by the eager loss: 1 GiB in float32. A loss over more of them goes through them in chunks.

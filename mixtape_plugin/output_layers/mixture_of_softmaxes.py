@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mixtape_plugin.kernels.common import at_least_float32
 from mixtape_plugin.kernels.mixture_of_softmaxes import mixture_of_softmaxes_log_probs, mixture_of_softmaxes_loss
+from mixtape_plugin.kernels.precision import at_least_float32
 from mixtape_plugin.output_layers.base import MixtureLayer, rows
 
 
