@@ -19,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODE = {} if DEVICE == "cuda" else {"TRITON_INTERPRET": "1"}
 with mock.patch.dict(os.environ, MODE):
     triton = pytest.importorskip("triton")
-    from mixtape_plugin.kernels import common, dispatch, mixtape, mixture_of_softmaxes, softmax, torch_ops
+    from mixtape_plugin.kernels import common, dispatch, mixtape, torch_ops
     from mixtape_plugin.kernels import triton_ops as ops
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -445,7 +445,7 @@ def test_no_noise_leaves_the_generator_alone():
 @pytest.mark.parametrize("name", OUTPUT_LAYERS)
 def test_fused_losses_over_the_kernels(name, label_smoothing, masked, monkeypatch):
     """Chunks of padded buffers, which only these kernels have, against the eager loss."""
-    for module in (softmax, mixture_of_softmaxes, mixtape):
+    for module in (common, mixtape):
         monkeypatch.setattr(module, "elementwise", lambda device: ops)
     monkeypatch.setattr(common, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(common, "MIN_ROWS", 1)

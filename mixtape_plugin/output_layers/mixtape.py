@@ -114,8 +114,8 @@ class Mixtape(MixtureLayer):
         rare = F.linear(sigmoid_tree(shared_gates, contexts), rare_weight, rare_bias)
         return torch.cat([frequent, rare], dim=-1)
 
-    def fused_loss(self, features, target, keep, smoothing):
-        factors = [keep(tensor) for tensor in self.factors(features)]
+    def fused_loss(self, features, target, index, smoothing):
+        factors = [rows(tensor, features.shape[:-1], index) for tensor in self.factors(features)]
         return mixtape_loss(
             *factors, self.weight, self.gate_weight, self.logit_bias, target, self.noise, smoothing,
             self.vocabulary_mask,

@@ -51,8 +51,9 @@ class MixtureOfSoftmaxes(MixtureLayer):
     def log_probs(self, features: Tensor) -> Tensor:
         return self(features)
 
-    def fused_loss(self, features, target, keep, smoothing):
-        contexts, prior = keep(self.context_vectors(features)), keep(self.prior(features))
+    def fused_loss(self, features, target, index, smoothing):
+        contexts = rows(self.context_vectors(features), features.shape[:-1], index)
+        prior = rows(self.prior(features), features.shape[:-1], index)
         return mixture_of_softmaxes_loss(
             contexts, prior, self.weight, self.logit_bias, target, smoothing, self.vocabulary_mask
         )
