@@ -324,6 +324,18 @@ def test_evaluation(case):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("case", MIXTURES)
+def test_locked_dropout_beside_ignored_targets(case):
+    """Masks are drawn for whole sequences, of which some tokens count: from one seed they are those of eager."""
+    layer = build(case, context_dropout=0.5, locked_context_dropout=True)
+    features, target = random_batch(layer, 3, 4, ignored=(0, 5, 6))
+    results = []
+    for model in layer, twin(layer):
+        torch.manual_seed(3)
+        results.append(loss_and_gradients(model, features, target, label_smoothing=0.1, ignore_index=PAD))
+    assert_same(*results)
+
+
 @each_case
 def test_tensors_that_are_not_contiguous(case):
     """Features as fairseq has them: [T, B, D] transposed."""

@@ -299,6 +299,17 @@ def test_sigmoid_tree_mixes_by_the_reference_priors(num_components):
     torch.testing.assert_close(sigmoid_tree(list(gates), list(leaves)), (priors * leaves.t()).sum(-1))
 
 
+@pytest.mark.parametrize("impl", ["eager", "fused"])
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_features_without_a_target_each_are_refused(name, impl):
+    """With one mask a sequence too, where contexts are those of all features."""
+    layer = build(name, output_impl=impl, context_dropout=0.5, locked_context_dropout=True).train()
+    features = torch.randn(2, 4, layer.feature_dim, dtype=torch.float64)
+    for shape in (2, 3), (8,), (4, 2), (2,):
+        with pytest.raises(ValueError, match=r"features \[2, 4, \d+\] need one target each"):
+            layer.loss(features, torch.zeros(shape, dtype=torch.long))
+
+
 def test_rank_is_bounded_for_softmax_and_moc_only():
     """Rank of log P over 150 random contexts and 100 tokens at E = 8."""
     features = 3 * torch.randn(150, 8, dtype=torch.float64)

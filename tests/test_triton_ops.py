@@ -1,5 +1,6 @@
 """The Triton kernels against formulas in float64: compiled on an NVIDIA GPU, in Triton's interpreter elsewhere."""
 
+import inspect
 import math
 import os
 import subprocess
@@ -18,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODE = {} if DEVICE == "cuda" else {"TRITON_INTERPRET": "1"}
 with mock.patch.dict(os.environ, MODE):
     triton = pytest.importorskip("triton")
-    from mixtape_plugin.kernels import common, mixtape, mixture_of_softmaxes, softmax, torch_ops
+    from mixtape_plugin.kernels import common, dispatch, mixtape, torch_ops
     from mixtape_plugin.kernels import triton_ops as ops
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -75,6 +76,16 @@ def some_targets(n, size, seed=1):
 
 def to_device(*tensors):
     return [None if tensor is None else tensor.to(DEVICE) for tensor in tensors]
+
+
+@pytest.mark.parametrize("module", (torch_ops, ops))
+def test_both_modules_have_the_operations_that_dispatch_names(module):
+    names = [name for name, value in vars(dispatch.Elementwise).items() if inspect.isfunction(value) and name[0] != "_"]
+    assert len(names) == 5
+    for name in names:
+        _, *expected = inspect.signature(getattr(dispatch.Elementwise, name)).parameters.values()  # without self
+        found = inspect.signature(getattr(module, name)).parameters.values()
+        assert [(p.name, p.default) for p in found] == [(p.name, p.default) for p in expected]
 
 
 # ---------------------------------------------------------------------------------------------- softmax
@@ -434,7 +445,7 @@ def test_no_noise_leaves_the_generator_alone():
 @pytest.mark.parametrize("name", OUTPUT_LAYERS)
 def test_fused_losses_over_the_kernels(name, label_smoothing, masked, monkeypatch):
     """Chunks of padded buffers, which only these kernels have, against the eager loss."""
-    for module in (softmax, mixture_of_softmaxes, mixtape):
+    for module in (common, mixtape):
         monkeypatch.setattr(module, "elementwise", lambda device: ops)
     monkeypatch.setattr(common, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(common, "MIN_ROWS", 1)

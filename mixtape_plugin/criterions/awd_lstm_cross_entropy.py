@@ -11,7 +11,7 @@ from mixtape_plugin.criterions.output_layer_cross_entropy import (
     OutputLayerCrossEntropyConfig,
 )
 from mixtape_plugin.errors import check_values
-from mixtape_plugin.output_layers.base import at_least_float32
+from mixtape_plugin.kernels.precision import at_least_float32
 
 
 @dataclass

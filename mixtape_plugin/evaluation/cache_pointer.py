@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mixtape_plugin.evaluation.language_model import Score, predict, score, segments
-from mixtape_plugin.output_layers.base import at_least_float32
+from mixtape_plugin.kernels.precision import at_least_float32
 
 # Merity et al. 2018, whose README gives PTB's and whose code gives WikiText-2's to more digits.
 PAPER_SETTINGS = {

@@ -2,6 +2,9 @@
 
 Tokens are gone through in chunks. A chunk's scores are written into a buffer, turned into their own gradient in place,
 and multiplied into the gradients of features and weights at once: nothing of the size tokens × vocabulary outlives its
-chunk, and nothing is computed twice. :mod:`~mixtape_plugin.kernels.torch_ops` holds what is done to scores elementwise,
-:mod:`~mixtape_plugin.kernels.triton_ops` the same for an NVIDIA GPU.
+chunk, and nothing is computed twice.
+
+:class:`~mixtape_plugin.kernels.common.FusedLoss` goes through the chunks; ``softmax.py``, ``mixture_of_softmaxes.py``
+and ``mixtape.py`` fill in what happens to one. What is done to scores elementwise is in ``torch_ops.py``, the same for
+an NVIDIA GPU in ``triton_ops.py``, and ``dispatch.py`` chooses between them.
 """

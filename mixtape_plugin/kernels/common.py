@@ -1,28 +1,24 @@
-"""What the fused losses share: chunks, products that add up in float32, and the autograd function around them."""
+"""What the fused losses share: chunks, products that add up in float32, and the class that a layer's loss fills in.
+
+Shapes: N tokens, n of a chunk, E embedding, V vocabulary.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, Sequence
 
 import torch
 from torch import Tensor
+
+from mixtape_plugin.kernels.dispatch import elementwise
+from mixtape_plugin.kernels.precision import at_least_float32, gradient_scale
 
 # Scores of a chunk. On a CPU, glibc keeps blocks of up to 32 MiB for the next step; larger ones are given back to the
 # system, and clearing their pages anew takes longer than using them.
 CHUNK_BYTES = 2**25
 # A matrix product of fewer rows no longer runs at full speed, whatever memory it saves.
 MIN_ROWS = 256
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The type in which log-sum-exps are taken: float32, or float64 for float64 input."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def score_bytes(dtype: torch.dtype) -> int:
-    """Bytes that a score takes while its softmax is computed."""
-    return torch.finfo(at_least_float32(dtype)).bits // 8
 
 
 class Smoothing(NamedTuple):
@@ -42,44 +38,6 @@ class Smoothing(NamedTuple):
 
     def loss(self, nll: Tensor, spread: Tensor) -> Tensor:
         return self.target_weight * nll + self.epsilon * spread
-
-
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The type of the matrix products: autocast's where it is on, else the tensor's own."""
-    device = tensor.device.type
-    if tensor.dtype == torch.float64:  # autocast leaves it alone
-        return tensor.dtype
-    if hasattr(torch, "get_autocast_dtype"):
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
-    if device == "cuda":  # older torch has a function for each device
-        return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else tensor.dtype
-    return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else tensor.dtype
-
-
-def gradient_scale(dtype: torch.dtype) -> float:
-    """By how much gradients of scores are multiplied while they are held: float16 would round small ones to 0."""
-    return 256.0 if dtype == torch.float16 else 1.0
-
-
-@functools.lru_cache(maxsize=None)
-def has_triton() -> bool:
-    """Whether there is a Triton that the kernels are made for, 3.3 or later."""
-    try:
-        import triton
-    except ImportError:
-        return False
-    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
-
-
-def elementwise(device: torch.device):
-    """The module of elementwise operations for this device."""
-    if device.type == "cuda" and has_triton() and torch.cuda.get_device_capability(device) >= (8, 0):
-        from mixtape_plugin.kernels import triton_ops
-
-        return triton_ops
-    from mixtape_plugin.kernels import torch_ops
-
-    return torch_ops
 
 
 def chunks(num_tokens: int, bytes_per_token: int, rows_per_token: int = 1) -> list:
@@ -113,30 +71,94 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0)
         total.add_(torch.mm(left, right), alpha=alpha)
 
 
-class Gradients:
-    """The gradients of a loss's inputs, None for those that nobody asks for: zeros of their shapes to add to, in
-    float32 or better."""
+def zeros(tensor: Tensor) -> Tensor:
+    """To add up a tensor's gradient in, in float32 or better."""
+    return torch.zeros(tensor.shape, dtype=at_least_float32(tensor.dtype), device=tensor.device)
 
-    def __init__(self, needed, **inputs):
-        for need, (name, tensor) in zip(needed, inputs.items()):
-            dtype = at_least_float32(tensor.dtype)
-            total = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device) if need else None
-            setattr(self, name, total)
-        self.names = list(inputs)
 
-    def all(self) -> list:
-        return [getattr(self, name) for name in self.names]
+class FusedLoss:
+    """Label-smoothed cross entropy of an output layer, chunk by chunk, and the gradients of its inputs with it.
+
+    A layer's loss is a subclass that fills in :meth:`begin`, :meth:`add_chunk` and perhaps :meth:`finish`. It is made
+    for one batch and called once, by :meth:`loss_and_nll`. What it finds and adds to:
+
+    - ``ops``: the elementwise operations of the device; ``dtype``: the type of the first input, in which matrices are
+      multiplied; ``wide``: that of sums, float32 or better; ``scale``: by how much gradients of scores are held larger;
+    - ``nll``, ``spread``: −log p(target), and Σ_x −log p(x) where there is label smoothing, summed over tokens;
+    - ``grad``: by its name, the gradient of the loss in each input, in float32 or better; None for those that nobody
+      asks for, and ``needs_gradient`` is false where that is all of them.
+
+    Args:
+        target: [N]
+        smoothing: without it loss and nll are the same, and both can be differentiated; else only the loss can.
+        mask: [V], true where a token cannot be predicted.
+    """
+
+    def __init__(self, target: Tensor, smoothing: Smoothing, mask: Tensor | None):
+        self.target = target
+        self.smoothing = smoothing
+        self.mask = mask
+
+    def begin(self, **inputs: Tensor) -> list:
+        """Keeps what all chunks need, and returns the chunks, slices of the N tokens."""
+        raise NotImplementedError
+
+    def add_chunk(self, rows: slice) -> None:
+        """Computes the scores of these tokens, turns them into their own gradient, and adds up what follows."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Adds what takes no pass over the scores."""
+
+    def loss_and_nll(self, **inputs: Tensor):
+        """The loss and the negative log-likelihood of these inputs, each summed over the targets, in nats."""
+        tensors = list(inputs.values())
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+                return _GradientInForward.apply(self, list(inputs), *tensors)
+            self.run(inputs, [False] * len(inputs))
+            return self.loss, self.nll
+
+    def run(self, inputs: dict, needed: Sequence[bool]) -> None:
+        """Goes through all chunks, for the gradients of those inputs that need one."""
+        first = next(iter(inputs.values()))
+        self.ops = elementwise(first.device)
+        self.dtype, self.wide = first.dtype, at_least_float32(first.dtype)
+        self.scale = gradient_scale(first.dtype)
+        self.nll = torch.zeros((), dtype=self.wide, device=first.device)
+        self.spread = torch.zeros_like(self.nll)
+        self.needs_gradient = any(needed)
+        self.grad = {name: zeros(tensor) if need else None for (name, tensor), need in zip(inputs.items(), needed)}
+        for rows in self.begin(**inputs):
+            self.add_chunk(rows)
+        self.finish()
+
+    @property
+    def loss(self) -> Tensor:
+        return self.smoothing.loss(self.nll, self.spread) if self.smoothing.epsilon > 0 else self.nll
+
+    def add_product(self, name: str, left: Tensor, right: Tensor, rows: slice = slice(None)) -> None:
+        """The gradient in an input, or in some rows of it, gets left @ right, one of them gradients of scores."""
+        total = self.grad[name]
+        if total is not None:
+            add_product_(total[rows].view(len(left), right.size(1)), left, right, 1 / self.scale)
+
+    def add_rows(self, name: str, scores: Tensor) -> None:
+        """The gradient in a vector, the bias, gets the sum of the rows of scores, which are gradients."""
+        total = self.grad[name]
+        if total is not None:
+            total.add_(scores.sum(0, dtype=self.wide), alpha=1 / self.scale)
 
 
 class _GradientInForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, compute, smoothing, *inputs):
-        nll, spread, gradients = compute(ctx.needs_input_grad[2:], *inputs)
-        ctx.save_for_backward(*gradients)
-        if smoothing.epsilon > 0:
-            ctx.mark_non_differentiable(nll)
-            return smoothing.loss(nll, spread), nll
-        return nll, nll.clone()
+    def forward(ctx, fused, names, *tensors):
+        fused.run(dict(zip(names, tensors)), ctx.needs_input_grad[2:])
+        ctx.save_for_backward(*fused.grad.values())
+        if fused.smoothing.epsilon > 0:
+            ctx.mark_non_differentiable(fused.nll)
+            return fused.loss, fused.nll
+        return fused.nll, fused.nll.clone()
 
     @staticmethod
     def backward(ctx, grad_loss, grad_nll):
@@ -152,18 +174,3 @@ def keeps_graph() -> bool:
     """Whether the backward pass that is running may run again (``retain_graph``); true where torch does not tell."""
     tell = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return tell is None or tell()
-
-
-def gradient_in_forward(compute, smoothing: Smoothing, *inputs: Tensor):
-    """The loss and negative log-likelihood of a function, and in backward the gradients that it gives with them.
-
-    Args:
-        compute: takes which of the inputs need a gradient, and the inputs, and returns nll, spread (not used without
-            label smoothing) and the gradients of the loss.
-        smoothing: without it loss and nll are the same, and both can be differentiated; else only the loss can.
-    """
-    with torch.autocast(inputs[0].device.type, enabled=False):
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-            return _GradientInForward.apply(compute, smoothing, *inputs)
-        nll, spread, _ = compute([False] * len(inputs), *inputs)
-        return (smoothing.loss(nll, spread) if smoothing.epsilon > 0 else nll), nll

@@ -1,23 +1,29 @@
-"""The fused loss of Mixtape."""
+"""The fused loss of Mixtape.
+
+Shapes: N tokens, n of a chunk, K components, E embedding, V vocabulary, S frequent tokens, d width of the gates'
+contexts (d2 + K: the gate embedding's, and what makes shared logit and bias a part of the product).
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mixtape_plugin.kernels.common import (
-    Gradients,
-    Smoothing,
-    add_product_,
-    at_least_float32,
-    chunks,
-    compute_dtype,
-    elementwise,
-    gradient_in_forward,
-    gradient_scale,
-    longest,
-    score_bytes,
-)
+from mixtape_plugin.kernels.common import FusedLoss, Smoothing, chunks, longest
+from mixtape_plugin.kernels.dispatch import elementwise
+from mixtape_plugin.kernels.precision import compute_dtype, score_bytes
+
+
+class Parts(NamedTuple):
+    """What the scores of one chunk were made of, component by component, so that the scores of each are one block."""
+
+    contexts: Tensor  # [K·n, E]
+    gate_contexts: Tensor  # [(K−1)·n, d]
+    leaves: Tensor  # [K, n, S], and
+    gates: Tensor  # [K−1, n, S]: what mix_ leaves behind
+    rare_context: Tensor  # Σ_k π_k h_k of the rare tokens, [n, E]
 
 
 class ChunkScores:
@@ -40,14 +46,8 @@ class ChunkScores:
         self.leaves = self.ops.score_buffer(num_components * size, num_frequent, **place)
         self.gates = self.ops.score_buffer(num_gates * size, num_frequent, **place)
 
-    def __call__(self, contexts: Tensor, prior: Tensor, gate_contexts: Tensor, scores: Tensor):
-        """Scores of n tokens but for the bias, into ``scores`` [n, V].
-
-        Returns:
-            contexts [K·n, E] and gate_contexts [(K−1)·n, d], component by component, so that the scores of each are
-            one block; what :func:`mix_` leaves of those, leaves [K, n, S] and gates [K−1, n, S]; and the context of
-            the rare tokens, [n, E].
-        """
+    def __call__(self, contexts: Tensor, prior: Tensor, gate_contexts: Tensor, scores: Tensor) -> Parts:
+        """Scores of n tokens but for the bias, into ``scores`` [n, V]; returns their :class:`Parts`."""
         n, num_frequent = len(scores), len(self.frequent)
         rare_context = (prior.unsqueeze(2) * contexts).sum(1)
         contexts = contexts.transpose(0, 1).flatten(0, 1)
@@ -57,7 +57,7 @@ class ChunkScores:
         gates = gates.view(-1, n, num_frequent)
         self.ops.mix_(leaves, gates, self.noise, scores[:, :num_frequent])
         torch.mm(rare_context, self.rare.t(), out=scores[:, num_frequent:])
-        return contexts, gate_contexts, leaves, gates, rare_context
+        return Parts(contexts, gate_contexts, leaves, gates, rare_context)
 
 
 @torch.no_grad()
@@ -95,8 +95,6 @@ def mixtape_loss(
 ):
     """Label-smoothed cross entropy of Mixtape (eq. 2 to 6), and its negative log-likelihood, summed, in nats.
 
-    Scores of the S frequent tokens are mixed; those of the others, which share their priors, come from mixed contexts.
-
     Args:
         contexts: h_k, [N, K, E].
         prior: π of the rare tokens, which share it, [N, K].
@@ -108,69 +106,78 @@ def mixtape_loss(
         noise: standard deviation of the noise on the frequent tokens' gate logits, drawn chunk by chunk.
         mask: [V], true where bias is −∞.
     """
-    num_components = contexts.size(1)
     dtype = compute_dtype(contexts)
     contexts, prior, gate_contexts = (tensor.to(dtype) for tensor in (contexts, prior, gate_contexts))
-
-    def compute(needed, contexts, prior, gate_contexts, weight, gate_weight, bias):
-        ops = elementwise(contexts.device)
-        wide = at_least_float32(dtype)
-        scale = gradient_scale(dtype)
-        gradients = Gradients(
-            needed, contexts=contexts, prior=prior, gate_contexts=gate_contexts, weight=weight,
-            gate_weight=gate_weight, bias=bias,
-        )  # fmt: skip
-        score = ChunkScores(len(target), num_components, weight, gate_weight, dtype, noise)
-        num_frequent, offset = len(gate_weight), bias.to(wide)
-        score_buffer = ops.score_buffer(longest(score.slices), len(weight), dtype, contexts.device)
-        nll = torch.zeros((), dtype=wide, device=contexts.device)
-        spread = torch.zeros_like(nll)
-        allowed_bias = offset if mask is None else offset.masked_fill(mask, 0.0)
-        for rows in score.slices:
-            scores = score_buffer[: rows.stop - rows.start]
-            frequent_scores, rare_scores = scores[:, :num_frequent], scores[:, num_frequent:]
-            context, gate_context, leaves, gates, rare_context = score(
-                contexts[rows], prior[rows], gate_contexts[rows], scores
-            )
-            if smoothing.epsilon > 0:
-                if mask is not None:
-                    scores.masked_fill_(mask, 0.0)
-                spread -= scores.sum(dtype=wide) + len(scores) * allowed_bias.sum()
-            chunk_nll, log_sum_exp = ops.softmax_minus_label_(
-                scores, offset, target[rows], smoothing.target_weight, scale
-            )
-            nll += chunk_nll.sum()
-            if smoothing.epsilon > 0:
-                spread += smoothing.vocab_size * log_sum_exp.sum()
-                scores -= scale * smoothing.epsilon
-                if mask is not None:
-                    scores.masked_fill_(mask, 0.0)
-            if not any(needed):
-                continue
-            if gradients.bias is not None:
-                gradients.bias.add_(scores.sum(0, dtype=wide), alpha=1 / scale)
-            if gradients.contexts is not None or gradients.prior is not None:
-                grad_rare = (rare_scores @ score.rare).to(wide).unsqueeze(1) / scale
-            ops.mix_backward_(leaves, gates, frequent_scores)
-            leaves, gates = leaves.flatten(0, 1), gates.flatten(0, 1)
-            if gradients.weight is not None:
-                add_product_(gradients.weight[num_frequent:], rare_scores.t(), rare_context, 1 / scale)
-                add_product_(gradients.weight[:num_frequent], leaves.t(), context, 1 / scale)
-            if gradients.contexts is not None:
-                add_transposed(gradients.contexts[rows], leaves, score.frequent, 1 / scale)
-                gradients.contexts[rows].addcmul_(prior[rows].to(wide).unsqueeze(2), grad_rare)
-            if gradients.prior is not None:
-                gradients.prior[rows] = (contexts[rows].to(wide) * grad_rare).sum(2)
-            if gradients.gate_weight is not None:
-                add_product_(gradients.gate_weight, gates.t(), gate_context, 1 / scale)
-            if gradients.gate_contexts is not None:
-                add_transposed(gradients.gate_contexts[rows], gates, score.gate_matrix, 1 / scale)
-        return nll, spread, gradients.all()
-
-    return gradient_in_forward(compute, smoothing, contexts, prior, gate_contexts, weight, gate_weight, bias)
+    return MixtapeLoss(target, smoothing, mask, noise).loss_and_nll(
+        contexts=contexts, prior=prior, gate_contexts=gate_contexts, weight=weight, gate_weight=gate_weight, bias=bias
+    )
 
 
-def add_transposed(total: Tensor, left: Tensor, right: Tensor, alpha: float) -> None:
-    """total [n, k, e] += alpha · left [k·n, s] @ right [s, e]."""
-    n, k, e = total.shape
-    total.add_((left @ right).view(k, n, e).transpose(0, 1), alpha=alpha)
+class MixtapeLoss(FusedLoss):
+    """:func:`mixtape_loss`. Scores of the S frequent tokens are mixed; those of the others, which share their priors,
+    come from mixed contexts."""
+
+    def __init__(self, target: Tensor, smoothing: Smoothing, mask: Tensor | None, noise: float):
+        super().__init__(target, smoothing, mask)
+        self.noise = noise
+
+    def begin(self, contexts, prior, gate_contexts, weight, gate_weight, bias):
+        self.contexts, self.prior, self.gate_contexts, self.bias = contexts, prior, gate_contexts, bias.to(self.wide)
+        self.score = ChunkScores(len(self.target), contexts.size(1), weight, gate_weight, self.dtype, self.noise)
+        self.num_frequent = len(gate_weight)
+        self.bias_sum = (self.bias if self.mask is None else self.bias.masked_fill(self.mask, 0.0)).sum()
+        self.buffer = self.ops.score_buffer(longest(self.score.slices), len(weight), self.dtype, weight.device)
+        return self.score.slices
+
+    def add_chunk(self, rows):
+        scores = self.buffer[: rows.stop - rows.start]  # [n, V]
+        parts = self.score(self.contexts[rows], self.prior[rows], self.gate_contexts[rows], scores)
+        self.differentiate(scores, self.target[rows])
+        if self.needs_gradient:
+            self.add_rows("bias", scores)
+            self.add_frequent(rows, scores[:, : self.num_frequent], parts)
+            self.add_rare(rows, scores[:, self.num_frequent :], parts.rare_context)
+
+    def differentiate(self, scores: Tensor, target: Tensor) -> None:
+        """scores [n, V] become their own gradient. With label smoothing spread = V·logsumexp(z) − Σ_x z_x."""
+        epsilon = self.smoothing.epsilon
+        if epsilon > 0:
+            if self.mask is not None:
+                scores.masked_fill_(self.mask, 0.0)
+            self.spread -= scores.sum(dtype=self.wide) + len(scores) * self.bias_sum
+        nll, log_sum_exp = self.ops.softmax_minus_label_(
+            scores, self.bias, target, self.smoothing.target_weight, self.scale
+        )
+        self.nll += nll.sum()
+        if epsilon > 0:
+            self.spread += self.smoothing.vocab_size * log_sum_exp.sum()
+            scores -= self.scale * epsilon
+            if self.mask is not None:
+                scores.masked_fill_(self.mask, 0.0)
+
+    def add_frequent(self, rows: slice, scores: Tensor, parts: Parts) -> None:
+        """What follows from the gradients of the frequent tokens' scores, [n, S]."""
+        self.ops.mix_backward_(parts.leaves, parts.gates, scores)
+        leaves, gates = parts.leaves.flatten(0, 1), parts.gates.flatten(0, 1)
+        self.add_product("weight", leaves.t(), parts.contexts, slice(self.num_frequent))
+        self.add_product("gate_weight", gates.t(), parts.gate_contexts)
+        self.add_by_component("contexts", rows, leaves, self.score.frequent)
+        self.add_by_component("gate_contexts", rows, gates, self.score.gate_matrix)
+
+    def add_rare(self, rows: slice, scores: Tensor, context: Tensor) -> None:
+        """What follows from the gradients of the rare tokens' scores, [n, V−S], and their context Σ_k π_k h_k."""
+        self.add_product("weight", scores.t(), context, slice(self.num_frequent, None))
+        if self.grad["contexts"] is None and self.grad["prior"] is None:
+            return
+        grad = (scores @ self.score.rare).to(self.wide).unsqueeze(1) / self.scale  # [n, 1, E]
+        if self.grad["contexts"] is not None:
+            self.grad["contexts"][rows].addcmul_(self.prior[rows].to(self.wide).unsqueeze(2), grad)
+        if self.grad["prior"] is not None:
+            self.grad["prior"][rows] = (self.contexts[rows].to(self.wide) * grad).sum(2)
+
+    def add_by_component(self, name: str, rows: slice, left: Tensor, right: Tensor) -> None:
+        """The gradient in some rows [n, k, e] of an input gets left [k·n, s] @ right [s, e]."""
+        total = self.grad[name]
+        if total is not None:
+            n, k, e = total[rows].shape
+            total[rows].add_((left @ right).view(k, n, e).transpose(0, 1), alpha=1 / self.scale)

@@ -1,4 +1,7 @@
-"""The fused loss of Mixture of Softmaxes."""
+"""The fused loss of Mixture of Softmaxes.
+
+Shapes: N tokens, n of a chunk, K components, E embedding, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mixtape_plugin.kernels.common import (
-    Gradients,
-    Smoothing,
-    add_product_,
-    at_least_float32,
-    chunks,
-    compute_dtype,
-    elementwise,
-    gradient_in_forward,
-    gradient_scale,
-    longest,
-    score_bytes,
-)
+from mixtape_plugin.kernels.common import FusedLoss, Smoothing, chunks, longest
+from mixtape_plugin.kernels.precision import at_least_float32, compute_dtype, score_bytes
 
 
 @torch.no_grad()
@@ -50,10 +42,6 @@ def mixture_of_softmaxes_loss(
     """Label-smoothed cross entropy of Σ_k π_k softmax_x(h_k·w_x + b_x), and its negative log-likelihood, summed, in
     nats.
 
-    The target's gradient needs each component's own softmax p_k alone: with the posterior r_k ∝ π_k p_k(target), that
-    of the k-th scores is r_k (p_k − onehot(target)), and r_k goes into the factors of the products, not into the
-    scores. Label smoothing needs every token's posterior, and more passes over a chunk's scores.
-
     Args:
         contexts: h_k, [N, K, E].
         prior: logits of π, [N, K].
@@ -62,57 +50,64 @@ def mixture_of_softmaxes_loss(
         target: [N].
         mask: [V], true where bias is −∞.
     """
-    num_components = contexts.size(1)
     contexts = contexts.to(compute_dtype(contexts))
+    loss = MixtureOfSoftmaxesLoss(target, smoothing, mask)
+    return loss.loss_and_nll(contexts=contexts, prior=prior, weight=weight, bias=bias)
 
-    def compute(needed, contexts, prior, weight, bias):
-        ops = elementwise(contexts.device)
-        dtype = contexts.dtype
-        wide = at_least_float32(dtype)
-        scale = gradient_scale(dtype)
-        gradients = Gradients(needed, contexts=contexts, prior=prior, weight=weight, bias=bias)
-        matrix, offset = weight.to(dtype), bias.to(wide)
-        log_prior = F.log_softmax(prior, dim=1, dtype=wide)
-        slices = chunks(len(target), num_components * len(weight) * score_bytes(wide), num_components)
-        buffer = ops.score_buffer(longest(slices) * num_components, len(weight), dtype, contexts.device)
-        nll = torch.zeros((), dtype=wide, device=contexts.device)
-        spread = torch.zeros_like(nll)
-        for rows in slices:
-            label = target[rows]
-            context = contexts[rows].flatten(0, 1)  # [n·K, E]
-            scores = torch.mm(context, matrix.t(), out=buffer[: len(context)])
-            if smoothing.epsilon == 0:
-                component_nll, _ = ops.softmax_minus_label_(
-                    scores, offset, label.repeat_interleave(num_components), 1.0, scale
-                )
-                log_joint = log_prior[rows] - component_nll.view(-1, num_components)
-                nll -= torch.logsumexp(log_joint, 1).sum()
-                posterior = torch.softmax(log_joint.clamp_(min=torch.finfo(wide).min), 1)
-                grad_prior = log_prior[rows].exp() - posterior
-                share = posterior.view(-1, 1)
-            else:
-                chunk_nll, chunk_spread, posterior, rho = ops.mos_smoothing_(
-                    scores.view(-1, num_components, len(weight)), offset, log_prior[rows], label,
-                    smoothing.target_weight, smoothing.epsilon, mask, scale,
-                )  # fmt: skip
-                nll += chunk_nll.sum()
-                spread += chunk_spread.sum()
-                probs = log_prior[rows].exp()
-                grad_prior = smoothing.loss(probs - posterior, smoothing.vocab_size * probs - rho)
-                share = None  # the scores hold it
-            if gradients.prior is not None:
-                gradients.prior[rows] = grad_prior
-            if gradients.contexts is not None:
-                grad_context = gradients.contexts[rows].view(-1, contexts.size(2))
-                add_product_(grad_context, scores, matrix, 1 / scale)
-                if share is not None:
-                    grad_context *= share
-            if gradients.weight is not None:
-                weighted = context if share is None else context * share.to(dtype)
-                add_product_(gradients.weight, scores.t(), weighted, 1 / scale)
-            if gradients.bias is not None:
-                ones = scores.new_ones(1, len(scores)) if share is None else share.t().to(dtype)
-                add_product_(gradients.bias.unsqueeze(0), ones, scores, 1 / scale)
-        return nll, spread, gradients.all()
 
-    return gradient_in_forward(compute, smoothing, contexts, prior, weight, bias)
+class MixtureOfSoftmaxesLoss(FusedLoss):
+    """:func:`mixture_of_softmaxes_loss`.
+
+    The target's gradient needs each component's own softmax p_k alone: with the posterior r_k ∝ π_k p_k(target), that
+    of the k-th scores is r_k (p_k − onehot(target)), and r_k goes into the factors of the products, not into the
+    scores. Label smoothing needs every token's posterior, and more passes over a chunk's scores.
+    """
+
+    def begin(self, contexts, prior, weight, bias):
+        self.contexts, self.matrix, self.bias = contexts, weight.to(self.dtype), bias.to(self.wide)
+        self.log_prior = F.log_softmax(prior, dim=1, dtype=self.wide)
+        self.num_components, size = contexts.size(1), len(weight)
+        slices = chunks(len(self.target), self.num_components * size * score_bytes(self.dtype), self.num_components)
+        self.buffer = self.ops.score_buffer(longest(slices) * self.num_components, size, self.dtype, weight.device)
+        return slices
+
+    def add_chunk(self, rows):
+        context = self.contexts[rows].flatten(0, 1)  # [n·K, E]
+        scores = torch.mm(context, self.matrix.t(), out=self.buffer[: len(context)])  # [n·K, V]
+        differentiate = self.differentiate if self.smoothing.epsilon == 0 else self.differentiate_smoothed
+        grad_prior, share = differentiate(scores, rows)
+        if not self.needs_gradient:
+            return
+        if self.grad["prior"] is not None:
+            self.grad["prior"][rows] = grad_prior
+        self.add_product("contexts", scores, self.matrix, rows)
+        if share is None:  # the scores hold it
+            self.add_product("weight", scores.t(), context)
+            self.add_product("bias", scores.new_ones(1, len(scores)), scores)
+        else:
+            if self.grad["contexts"] is not None:
+                self.grad["contexts"][rows].view(context.shape).mul_(share)
+            self.add_product("weight", scores.t(), context * share.to(self.dtype))
+            self.add_product("bias", share.t().to(self.dtype), scores)
+
+    def differentiate(self, scores: Tensor, rows: slice):
+        """scores [n·K, V] become p_k − onehot(target); returns the gradient in the prior's logits, [n, K], and r,
+        [n·K, 1], which the scores' gradient is to be multiplied by."""
+        log_prior, target = self.log_prior[rows], self.target[rows].repeat_interleave(self.num_components)
+        component_nll, _ = self.ops.softmax_minus_label_(scores, self.bias, target, 1.0, self.scale)
+        log_joint = log_prior - component_nll.view(-1, self.num_components)
+        self.nll -= torch.logsumexp(log_joint, 1).sum()
+        posterior = torch.softmax(log_joint.clamp_(min=torch.finfo(self.wide).min), 1)
+        return log_prior.exp() - posterior, posterior.view(-1, 1)
+
+    def differentiate_smoothed(self, scores: Tensor, rows: slice):
+        """scores [n·K, V] become the gradient of the loss; returns that in the prior's logits, [n, K], and None."""
+        smoothing, log_prior = self.smoothing, self.log_prior[rows]
+        nll, spread, posterior, rho = self.ops.mos_smoothing_(
+            scores.view(-1, *log_prior.shape[1:], scores.size(1)), self.bias, log_prior, self.target[rows],
+            smoothing.target_weight, smoothing.epsilon, self.mask, self.scale,
+        )  # fmt: skip
+        self.nll += nll.sum()
+        self.spread += spread.sum()
+        prior = log_prior.exp()
+        return smoothing.loss(prior - posterior, smoothing.vocab_size * prior - rho), None

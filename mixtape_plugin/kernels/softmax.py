@@ -1,36 +1,21 @@
-"""The fused loss of one softmax: softmax and Mixture of Contexts."""
+"""The fused loss of one softmax: softmax and Mixture of Contexts.
+
+Shapes: N tokens, n of a chunk, E embedding, V vocabulary.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from mixtape_plugin.kernels.common import (
-    Gradients,
-    Smoothing,
-    add_product_,
-    at_least_float32,
-    chunks,
-    compute_dtype,
-    elementwise,
-    gradient_in_forward,
-    gradient_scale,
-    longest,
-    score_bytes,
-)
+from mixtape_plugin.kernels.common import FusedLoss, Smoothing, chunks, longest
+from mixtape_plugin.kernels.precision import compute_dtype, score_bytes
 
 
 def softmax_loss(
-    contexts: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    target: Tensor,
-    smoothing: Smoothing,
-    mask: Tensor | None = None,
+    contexts: Tensor, weight: Tensor, bias: Tensor, target: Tensor, smoothing: Smoothing, mask: Tensor | None = None
 ):
     """Label-smoothed cross entropy of softmax_x(h·w_x + b_x), and its negative log-likelihood, summed, in nats.
-
-    Label smoothing needs no pass over the scores: Σ_x z_x = h·Σ_x w_x + Σ_x b_x.
 
     Args:
         contexts: h, [N, E].
@@ -40,47 +25,47 @@ def softmax_loss(
         mask: [V], true where bias is −∞.
     """
     contexts = contexts.to(compute_dtype(contexts))
+    return SoftmaxLoss(target, smoothing, mask).loss_and_nll(contexts=contexts, weight=weight, bias=bias)
 
-    def compute(needed, contexts, weight, bias):
-        ops = elementwise(contexts.device)
-        dtype = contexts.dtype
-        wide = at_least_float32(dtype)
-        scale = gradient_scale(dtype)
-        gradients = Gradients(needed, contexts=contexts, weight=weight, bias=bias)
-        matrix, offset = weight.to(dtype), bias.to(wide)
-        slices = chunks(len(target), len(weight) * score_bytes(wide))
-        buffer = ops.score_buffer(longest(slices), len(weight), dtype, contexts.device)
-        negative_log_likelihoods = torch.zeros(len(target), dtype=wide, device=contexts.device)
-        log_sum_exps = torch.zeros_like(negative_log_likelihoods)
-        for rows in slices:
-            context = contexts[rows]
-            scores = torch.mm(context, matrix.t(), out=buffer[: len(context)])
-            negative_log_likelihoods[rows], log_sum_exps[rows] = ops.softmax_minus_label_(
-                scores, offset, target[rows], smoothing.target_weight, scale
-            )
-            if gradients.contexts is not None:
-                add_product_(gradients.contexts[rows], scores, matrix, 1 / scale)
-            if gradients.weight is not None:
-                add_product_(gradients.weight, scores.t(), context, 1 / scale)
-            if gradients.bias is not None:
-                gradients.bias.add_(scores.sum(0, dtype=wide), alpha=1 / scale)
-        nll = negative_log_likelihoods.sum()
-        if smoothing.epsilon == 0:
-            return nll, None, gradients.all()
 
-        others = torch.ones_like(offset)
-        if mask is not None:
-            others[mask] = 0.0
-            offset = offset.masked_fill(mask, 0.0)
-        weight_sum = others @ matrix.to(wide)
-        context_sum = contexts.sum(0, dtype=wide)
-        spread = smoothing.vocab_size * log_sum_exps.sum() - context_sum @ weight_sum - len(target) * offset.sum()
-        if gradients.contexts is not None:
-            gradients.contexts.sub_(weight_sum, alpha=smoothing.epsilon)
-        if gradients.weight is not None:
-            gradients.weight.addr_(others, context_sum, alpha=-smoothing.epsilon)
-        if gradients.bias is not None:
-            gradients.bias.sub_(others, alpha=smoothing.epsilon * len(target))
-        return nll, spread, gradients.all()
+class SoftmaxLoss(FusedLoss):
+    """:func:`softmax_loss`. Label smoothing needs no pass over the scores: Σ_x z_x = h·Σ_x w_x + Σ_x b_x."""
 
-    return gradient_in_forward(compute, smoothing, contexts, weight, bias)
+    def begin(self, contexts, weight, bias):
+        self.contexts, self.matrix, self.bias = contexts, weight.to(self.dtype), bias.to(self.wide)
+        slices = chunks(len(self.target), len(weight) * score_bytes(self.dtype))
+        self.buffer = self.ops.score_buffer(longest(slices), len(weight), self.dtype, weight.device)
+        return slices
+
+    def add_chunk(self, rows):
+        context = self.contexts[rows]
+        scores = torch.mm(context, self.matrix.t(), out=self.buffer[: len(context)])  # [n, V]
+        nll, log_sum_exp = self.ops.softmax_minus_label_(
+            scores, self.bias, self.target[rows], self.smoothing.target_weight, self.scale
+        )
+        self.nll += nll.sum()
+        if self.smoothing.epsilon > 0:
+            self.spread += self.smoothing.vocab_size * log_sum_exp.sum()
+        self.add_product("contexts", scores, self.matrix, rows)
+        self.add_product("weight", scores.t(), context)
+        self.add_rows("bias", scores)
+
+    def finish(self):
+        """The part of label smoothing that is linear in the scores: spread = V·logsumexp(z) − Σ_x z_x."""
+        epsilon = self.smoothing.epsilon
+        if epsilon == 0:
+            return
+        counted, bias = torch.ones_like(self.bias), self.bias
+        if self.mask is not None:
+            counted[self.mask] = 0.0
+            bias = bias.masked_fill(self.mask, 0.0)
+        weight_sum = counted @ self.matrix.to(self.wide)
+        context_sum = self.contexts.sum(0, dtype=self.wide)
+        self.spread -= context_sum @ weight_sum
+        self.spread -= len(self.target) * bias.sum()
+        if self.grad["contexts"] is not None:
+            self.grad["contexts"].sub_(weight_sum, alpha=epsilon)
+        if self.grad["weight"] is not None:
+            self.grad["weight"].addr_(counted, context_sum, alpha=-epsilon)
+        if self.grad["bias"] is not None:
+            self.grad["bias"].sub_(counted, alpha=epsilon * len(self.target))

@@ -1,7 +1,7 @@
-"""Elementwise operations of the fused losses in torch, for any device.
+"""The elementwise operations of the fused losses (:class:`~mixtape_plugin.kernels.dispatch.Elementwise`) in torch, for
+any device.
 
-Shapes: n tokens of a chunk, K components, V vocabulary, S frequent tokens. Whatever is as large as scores is changed in
-place; results of one value a token are in float32 or better.
+Shapes: n tokens of a chunk, K components, V vocabulary, S frequent tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mixtape_plugin.kernels.common import at_least_float32
+from mixtape_plugin.kernels.precision import at_least_float32
+from mixtape_plugin.kernels.sigmoid_tree import nodes_bottom_up
 
 # Elements of one tensor that are taken through a sequence of operations together, so that they stay in the caches.
 BLOCK = 2**18
@@ -28,12 +29,11 @@ def log_sum_exp_softmax_(scores: Tensor) -> Tensor:
     return top - scores.amax(-1).log_()
 
 
-def softmax_minus_label_(logits: Tensor, bias: Tensor | None, target: Tensor, target_weight: float, scale: float = 1.0):
-    """logits [n, V] become scale · (softmax(logits + bias) − target_weight · onehot(target)).
-
-    Returns:
-        the negative log-likelihood −log p(target), [n], and log Σ exp(logits + bias), [n].
-    """
+def softmax_minus_label_(
+    logits: Tensor, bias: Tensor | None, target: Tensor, target_weight: float, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """logits [n, V] become scale · (softmax(logits + bias) − target_weight · onehot(target)). Returns nll and
+    log Σ exp(logits + bias), [n] each."""
     scores = logits if logits.dtype == at_least_float32(logits.dtype) else logits.float()
     if bias is not None:
         scores += bias
@@ -57,16 +57,9 @@ def mos_smoothing_(
     epsilon: float,
     mask: Tensor | None,
     scale: float = 1.0,
-):
-    """logits [n, K, V] become scale times the gradient of target_weight · nll + epsilon · spread, for a mixture of
-    softmaxes, nll = −log p(target) and spread = Σ_x −log p(x) over the tokens that are not masked.
-
-    With the posteriors r_k of the target and R_kx of every token, and ρ_k = Σ_x R_kx, the gradient is
-    p_kx (target_weight · r_k + epsilon · ρ_k) − epsilon · R_kx − target_weight · r_k · [x = target].
-
-    Returns:
-        nll [n], spread [n], r [n, K], ρ [n, K].
-    """
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logits [n, K, V] become scale · (p_kx (target_weight · r_k + epsilon · ρ_k) − epsilon · R_kx
+    − target_weight · r_k · [x = target]). Returns nll and spread, [n] each, and r and ρ, [n, K] each."""
     scores = logits.to(at_least_float32(logits.dtype), copy=True)
     if bias is not None:
         scores += bias
@@ -94,25 +87,6 @@ def mos_smoothing_(
     return -log_target, -log_probs.sum(1), posterior, rho
 
 
-def slots(num_components: int) -> list:
-    """For each node of the sigmoid tree, the slots that hold the values of its left and right child: each subtree's
-    value lies in the slot of its rightmost leaf."""
-    num_gates = num_components - 1
-    leaf = iter(range(num_components))
-    pairs = [None] * num_gates
-
-    def rightmost(node: int) -> int:
-        if node >= num_gates:
-            return next(leaf)
-        left = rightmost(2 * node + 1)
-        right = rightmost(2 * node + 2)
-        pairs[node] = left, right
-        return right
-
-    rightmost(0)
-    return pairs
-
-
 def row_blocks(rows: int, row_length: int):
     """Slices of so many rows that they hold about :data:`BLOCK` elements."""
     size = max(BLOCK // max(row_length, 1), 1)
@@ -120,17 +94,11 @@ def row_blocks(rows: int, row_length: int):
 
 
 def mix_(leaves: Tensor, gates: Tensor, noise: float, out: Tensor) -> None:
-    """The sigmoid tree over leaves [K, n, S] with gate logits [K−1, n, S], into out [n, S].
-
-    Node j takes left + right to right + γ_j · (left − right). Left behind for :func:`mix_backward_`: γ in ``gates``,
-    and each node's difference in the slot of its left child.
-
-    Args:
-        noise: standard deviation of the normal noise that each gate logit gets.
-    """
-    nodes = list(enumerate(slots(len(leaves))))[::-1]
+    """The sigmoid tree over leaves [K, n, S] with gate logits [K−1, n, S], into out [n, S]; γ stays in ``gates``,
+    left − right in the slot of each left child."""
+    nodes = nodes_bottom_up(len(leaves))
     for rows in row_blocks(*out.shape):
-        for node, (left, right) in nodes:
+        for node, left, right in nodes:
             gate = gates[node, rows]
             if noise > 0:
                 gate.add_(torch.randn_like(gate), alpha=noise)
@@ -142,9 +110,9 @@ def mix_(leaves: Tensor, gates: Tensor, noise: float, out: Tensor) -> None:
 
 def mix_backward_(leaves: Tensor, gates: Tensor, grad: Tensor) -> None:
     """What :func:`mix_` left behind becomes the gradients of leaves and gate logits, given that of its result."""
-    nodes = list(enumerate(slots(len(leaves))))
+    nodes = nodes_bottom_up(len(leaves))[::-1]
     for rows in row_blocks(*grad.shape):
-        for node, (left, right) in nodes:
+        for node, left, right in nodes:
             upper = grad[rows] if node == 0 else leaves[right, rows]
             gate, difference = gates[node, rows], leaves[left, rows]
             to_left = upper * gate

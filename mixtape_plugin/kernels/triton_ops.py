@@ -1,4 +1,5 @@
-"""The elementwise operations of the fused losses as Triton kernels: the names and signatures of ``torch_ops``.
+"""The elementwise operations of the fused losses (:class:`~mixtape_plugin.kernels.dispatch.Elementwise`) as Triton
+kernels.
 
 Buffers are float64, float32, bfloat16 or float16; arithmetic is in float32 or better. Their last dimension is
 contiguous, the others have any strides, best multiples of 16. NaN and +∞ among the scores reach the results, so that a
@@ -7,7 +8,8 @@ loss scaler sees them; where a target is not in [0, V), loss and gradients are N
 Sizes and strides of rows, K and Python floats are compile-time constants: a new value compiles a kernel anew. Blocks
 are chosen by size alone: an autotuner would run a kernel again on its own output.
 
-Shapes: n tokens, V vocabulary, K components, S frequent tokens.
+Shapes: n tokens of a chunk, K components, V vocabulary (``size`` in the kernels), S frequent tokens (``size`` in those
+of the sigmoid tree).
 """
 
 from typing import Optional, Tuple
@@ -16,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from mixtape_plugin.kernels.sigmoid_tree import nodes_bottom_up, rightmost_leaves
 
 MAX_ROW_BLOCK = 8192  # columns of a row that a softmax takes in one step
 MAX_TILE = 4096  # elements of a tile [K, columns] of a mixture of softmaxes
@@ -101,16 +105,8 @@ def softmax_minus_label_kernel(
 def softmax_minus_label_(
     logits: Tensor, bias: Optional[Tensor], target: Tensor, target_weight: float, scale: float = 1.0
 ) -> Tuple[Tensor, Tensor]:
-    """logits [n, V] become scale · (softmax(logits + bias) − target_weight · onehot(target)), rounded once.
-
-    Args:
-        bias: [V]; probability is exactly 0 where it is −∞.
-        target: [n]
-
-    Returns:
-        the negative log-likelihood −log p(target), [n], finite where p underflows and +∞ where bias[target] is −∞; and
-        log Σ exp(logits + bias), [n]; in nats.
-    """
+    """logits [n, V] become scale · (softmax(logits + bias) − target_weight · onehot(target)), rounded once. Returns nll
+    and log Σ exp(logits + bias), [n] each."""
     n, size = logits.shape
     acc = accumulator(logits)
     nll, log_sum_exp = logits.new_empty(2, n, dtype=acc)
@@ -234,20 +230,9 @@ def mos_smoothing_(
     mask: Optional[Tensor],
     scale: float = 1.0,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logits [n, K, V] become scale times the gradient of target_weight · nll + epsilon · spread of a mixture of
-    softmaxes, p(x) = Σ_k π_k p_k(x): p_kx (target_weight · r_k + epsilon · ρ_k) − epsilon · R_kx
-    − target_weight · r_k · [x = target].
-
-    Args:
-        bias: [V]; probability is exactly 0 where it is −∞.
-        log_prior: log π_k, [n, K].
-        target: [n]
-        mask: [V], true for tokens that the spread leaves out.
-
-    Returns:
-        nll = −log p(target), [n]; spread = Σ_x −log p(x), [n]; the posterior of the target, r_k = π_k p_k(target) /
-        p(target), [n, K], 0 where p(target) is; ρ_k = Σ_x R_kx, [n, K], where R_kx = π_k p_k(x) / p(x).
-    """
+    """logits [n, K, V] become scale · (p_kx (target_weight · r_k + epsilon · ρ_k) − epsilon · R_kx
+    − target_weight · r_k · [x = target]). Returns nll and spread, [n] each, and r and ρ, [n, K] each, where r is 0 if
+    p(target) is."""
     n, num_components, size = logits.shape
     acc = accumulator(logits)
     nll, spread = logits.new_empty(2, n, dtype=acc)
@@ -324,7 +309,7 @@ def mix_kernel(
     if noise > 0:
         for group in tl.static_range((K + 2) // 4):
             normals = normals + normal4(seed, columns, tl.program_id(0) // blocks, group)
-    values = ()  # of the nodes 2K-2, 2K-3, ... 0
+    values = ()  # of the nodes 2K-2, 2K-3, ... 0: that of node i has index 2K-2-i, the children of j are 2j+1 and 2j+2
     for node in tl.static_range(2 * K - 2, K - 2, -1):
         values = values + (tl.load(leaves + (LEAVES >> 8 * node & 255) * stride_leaf, mask=inside).to(ACC),)
     for node in tl.static_range(K - 2, -1, -1):
@@ -376,15 +361,11 @@ def mix_backward_kernel(
 
 
 def mix_(leaves: Tensor, gates: Tensor, noise: float, out: Tensor) -> None:
-    """The sigmoid tree over leaves [K, n, S] with gate logits [K−1, n, S], into out [n, S].
+    """The sigmoid tree over leaves [K, n, S] with gate logits [K−1, n, S], into out [n, S]; γ stays in ``gates``,
+    left − right in the slot of each left child.
 
-    Node j takes left + right to right + γ_j · (left − right). Left behind for :func:`mix_backward_`: γ in ``gates``,
-    and each node's difference in the slot of its left child, which is that of the child's rightmost leaf. The last slot
-    keeps its leaf: unlike in torch_ops, values of nodes never leave the registers.
-
-    Args:
-        noise: standard deviation of the normal noise that each gate logit gets. Its seed comes from torch's generator
-            of the CPU.
+    The last slot keeps its leaf: unlike in torch_ops, values of nodes never leave the registers. The noise's seed comes
+    from torch's generator of the CPU.
     """
     # from 2³² on, and odd: Triton would compile another kernel for a seed of 32 bits or a multiple of 16
     seed = int(torch.randint(1 << 32, 1 << 62, ())) | 1 if noise > 0 else 1 << 32
@@ -397,21 +378,17 @@ def mix_backward_(leaves: Tensor, gates: Tensor, grad: Tensor) -> None:
 
 
 def tree_slots(num_components: int) -> Tuple[int, int]:
-    """The leaf that each node is, of the nodes from K−1 on, and the slot that each node's difference goes to, of those
-    before. Node j has bits 8j to 8j+7 of an integer: Triton before 3.4 has no constant tuples."""
-    last_level = (1 << (2 * num_components - 1).bit_length() - 1) - 1  # its leftmost node, which is leaf 0
-    rightmost = [(node - last_level) % num_components for node in range(2 * num_components - 1)]
-    for node in reversed(range(num_components - 1)):
-        rightmost[node] = rightmost[2 * node + 2]
-    leaves = sum(leaf << 8 * node for node, leaf in enumerate(rightmost))
-    slots = sum(rightmost[2 * node + 1] << 8 * node for node in range(num_components - 1))
-    return leaves, slots
+    """The component that each leaf is, and the slot that the difference of each node with children goes to. Node j has
+    bits 8j to 8j+7 of an integer: Triton before 3.4 has no constant tuples."""
+    components = sum(component << 8 * node for node, component in enumerate(rightmost_leaves(num_components)))
+    differences = sum(node.left << 8 * node.number for node in nodes_bottom_up(num_components))
+    return components, differences
 
 
 def launch_on_tree(kernel, leaves, gates, root, **arguments):
     num_components, n, size = leaves.shape
     assert is_row_contiguous(gates) and is_row_contiguous(root)
-    leaf_of_node, slot_of_node = tree_slots(num_components)
+    component_of_leaf, slot_of_difference = tree_slots(num_components)
     # as many columns as keep the values and gates of all nodes in registers
     block = min(triton.next_power_of_2(size), MAX_MIX_BLOCK, 4096 // triton.next_power_of_2(num_components))
     blocks = triton.cdiv(size, block)
@@ -430,8 +407,8 @@ def launch_on_tree(kernel, leaves, gates, root, **arguments):
         stride_root_row=root.stride(0),
         size=size,
         K=num_components,
-        LEAVES=leaf_of_node,
-        SLOTS=slot_of_node,
+        LEAVES=component_of_leaf,
+        SLOTS=slot_of_difference,
         ACC=TL_DTYPES[accumulator(leaves)],
         BLOCK=block,
         num_warps=4,

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.kernels.common import Smoothing, at_least_float32
+from mixtape_plugin.kernels.common import Smoothing
+from mixtape_plugin.kernels.precision import at_least_float32
 from mixtape_plugin.modules.locked_dropout import locked_dropout
 
 # Scores held at once by the eager loss: 1 GiB in float32. A loss over more of them goes through them in chunks.
@@ -188,30 +189,30 @@ class OutputLayer(nn.Module):
             label_smoothing: ε of :func:`cross_entropy`.
 
         With label smoothing, a fused loss alone can be differentiated, its negative log-likelihood cannot.
+
+        Raises:
+            ValueError: there is not one target for each context.
         """
+        if features.shape[:-1] != target.shape:
+            raise ValueError(f"features {list(features.shape)} need one target each, not {list(target.shape)}")
         impl = self.config.output_impl
         if impl == "eager" or (impl == "auto" and type(self).fused_loss is OutputLayer.fused_loss):
             return self.eager_loss(features, target, label_smoothing, ignore_index)
         smoothing = Smoothing.over(self.vocab_size - len(set(self.masked_tokens)), label_smoothing)
-        counted = target.ne(ignore_index)
-        index = None if counted.all() else counted.flatten().nonzero().squeeze(1)  # asked of the GPU once for all
+        leading, counted = target.shape, target.flatten().ne(ignore_index)
+        index = None if counted.all() else counted.nonzero().squeeze(1)  # asked of the GPU once for all
+        target = rows(target, leading, index)
+        if not self.has_locked_dropout:  # its masks are of whole sequences; else contexts of what counts are enough
+            features, index = rows(features, leading, index), None
+        return self.fused_loss(features, target, index, smoothing)
 
-        def keep(tensor):
-            tensor = rows(tensor, counted.shape)
-            return tensor if index is None else tensor.index_select(0, index)
-
-        target = keep(target)
-        if self.has_locked_dropout:  # one mask a sequence: contexts are of whole sequences
-            return self.fused_loss(features, target, keep, smoothing)
-        return self.fused_loss(keep(features), target, lambda tensor: tensor, smoothing)
-
-    def fused_loss(self, features: Tensor, target: Tensor, keep, smoothing: Smoothing):
+    def fused_loss(self, features: Tensor, target: Tensor, index: Tensor | None, smoothing: Smoothing):
         """:meth:`loss` by one of :mod:`mixtape_plugin.kernels`; for layers that have none, ``auto`` is eager.
 
         Args:
             features: [..., D]
             target: those that are counted, [N].
-            keep: takes what belongs to features, [..., *], and returns what belongs to the targets, [N, *].
+            index: [N], which features the targets belong to, counted over all leading dimensions; None: one each.
         """
         raise NotImplementedError(f"--output-layer {self.config.output_layer} has no fused loss")
 
@@ -284,9 +285,10 @@ class MixtureLayer(OutputLayer):
         return contexts.unflatten(-1, (self.num_components, self.embed_dim))
 
 
-def rows(tensor: Tensor, leading: torch.Size) -> Tensor:
-    """A tensor [..., *] as [N, *], its leading dimensions in one."""
-    return tensor.reshape(leading.numel(), *tensor.shape[len(leading) :])
+def rows(tensor: Tensor, leading: torch.Size, index: Tensor | None = None) -> Tensor:
+    """A tensor [..., *] as [N, *], its leading dimensions in one; with an index those rows alone."""
+    tensor = tensor.reshape(leading.numel(), *tensor.shape[len(leading) :])
+    return tensor if index is None else tensor.index_select(0, index)
 
 
 def embedding_width(config, feature_dim: int, tied_weight: Tensor | None) -> int:

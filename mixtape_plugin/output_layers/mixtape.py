@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.kernels.mixtape import mixtape_loss, mixtape_scores
+from mixtape_plugin.kernels.sigmoid_tree import nodes_bottom_up
 from mixtape_plugin.output_layers.base import MixtureLayer, rows
 
 
 def sigmoid_tree(gates: Sequence[Tensor], leaves: Sequence[Tensor]) -> Tensor:
-    """Σ_k π_k leaf_k with the priors π of the sigmoid tree (eq. 3 for K = 4, any K ≥ 2 alike).
-
-    Node j passes γ_j of its mass to node 2j+1 and the rest to node 2j+2; nodes from K−1 on are leaves, and
-    components are numbered left to right. Mixing bottom-up, γ·left + (1−γ)·right, never builds π.
+    """Σ_k π_k leaf_k with the priors π of the sigmoid tree (eq. 3 for K = 4; :mod:`mixtape_plugin.kernels.sigmoid_tree`
+    for any K ≥ 2).
 
     Args:
         gates: the K−1 gates γ, [..., X] each, or [..., 1] to mix whole vectors.
@@ -26,15 +25,10 @@ def sigmoid_tree(gates: Sequence[Tensor], leaves: Sequence[Tensor]) -> Tensor:
     Returns:
         [..., X]
     """
-    leaf = iter(leaves)
-
-    def mix(node: int) -> Tensor:
-        if node >= len(gates):
-            return next(leaf)
-        left = mix(2 * node + 1)
-        return torch.lerp(mix(2 * node + 2), left, gates[node])
-
-    return mix(0)
+    values = list(leaves)
+    for node, left, right in nodes_bottom_up(len(values)):
+        values[right] = torch.lerp(values[right], values[left], gates[node])
+    return values[-1]
 
 
 class Mixtape(MixtureLayer):
@@ -152,8 +146,8 @@ class Mixtape(MixtureLayer):
         rare = F.linear(sigmoid_tree(shared_gates, contexts), rare_weight, rare_bias)
         return torch.cat([frequent, rare], dim=-1)
 
-    def fused_loss(self, features, target, keep, smoothing):
-        factors = [keep(tensor) for tensor in self.factors(features)]
+    def fused_loss(self, features, target, index, smoothing):
+        factors = [rows(tensor, features.shape[:-1], index) for tensor in self.factors(features)]
         return mixtape_loss(
             *factors, self.weight, self.gate_weight, self.logit_bias, target, self.noise, smoothing,
             self.vocabulary_mask,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mixtape_plugin.kernels.softmax import softmax_loss
-from mixtape_plugin.output_layers.base import MixtureLayer
+from mixtape_plugin.output_layers.base import MixtureLayer, rows
 
 
 class MixtureOfContexts(MixtureLayer):
@@ -39,6 +39,6 @@ class MixtureOfContexts(MixtureLayer):
     def forward(self, features: Tensor) -> Tensor:
         return F.linear(self.mixed_context(features), self.weight, self.logit_bias)
 
-    def fused_loss(self, features, target, keep, smoothing):
-        context = keep(self.mixed_context(features))
+    def fused_loss(self, features, target, index, smoothing):
+        context = rows(self.mixed_context(features), features.shape[:-1], index)
         return softmax_loss(context, self.weight, self.logit_bias, target, smoothing, self.vocabulary_mask)

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mixtape_plugin.kernels.common import at_least_float32
 from mixtape_plugin.kernels.mixture_of_softmaxes import mixture_of_softmaxes_log_probs, mixture_of_softmaxes_loss
+from mixtape_plugin.kernels.precision import at_least_float32
 from mixtape_plugin.output_layers.base import MixtureLayer, rows
 
 
@@ -61,8 +61,9 @@ class MixtureOfSoftmaxes(MixtureLayer):
     def log_probs(self, features: Tensor) -> Tensor:
         return self(features)
 
-    def fused_loss(self, features, target, keep, smoothing):
-        contexts, prior = keep(self.context_vectors(features)), keep(self.prior(features))
+    def fused_loss(self, features, target, index, smoothing):
+        contexts = rows(self.context_vectors(features), features.shape[:-1], index)
+        prior = rows(self.prior(features), features.shape[:-1], index)
         return mixture_of_softmaxes_loss(
             contexts, prior, self.weight, self.logit_bias, target, smoothing, self.vocabulary_mask
         )

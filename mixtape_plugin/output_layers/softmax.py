@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mixtape_plugin.kernels.softmax import softmax_loss
-from mixtape_plugin.output_layers.base import OutputLayer
+from mixtape_plugin.output_layers.base import OutputLayer, rows
 
 
 class Softmax(OutputLayer):
@@ -28,7 +28,6 @@ class Softmax(OutputLayer):
     def forward(self, features: Tensor) -> Tensor:
         return F.linear(self.scaled(features), self.weight, self.logit_bias)
 
-    def fused_loss(self, features, target, keep, smoothing):
-        return softmax_loss(
-            self.scaled(keep(features)), self.weight, self.logit_bias, target, smoothing, self.vocabulary_mask
-        )
+    def fused_loss(self, features, target, index, smoothing):
+        context = self.scaled(rows(features, features.shape[:-1], index))
+        return softmax_loss(context, self.weight, self.logit_bias, target, smoothing, self.vocabulary_mask)
