@@ -4,7 +4,6 @@ layer = build_output_layer(OutputLayerConfig(output_layer="mixtape"), feature_di
 loss, nll = layer.loss(features, target)
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Optional, Sequence
 
@@ -73,7 +72,7 @@ def check_config(config) -> None:
         "output_layer": (config.output_layer in OUTPUT_LAYERS, " or ".join(OUTPUT_LAYERS)),
         "num_components": (config.num_components >= 1, "at least 1"),
         "output_embed_dim": (config.output_embed_dim is None or config.output_embed_dim >= 1, "at least 1"),
-        "context_scale": (0 <= (config.context_scale or 0) < math.inf, "more than 0, or 0 (none)"),
+        "context_scale": ((config.context_scale or 0) >= 0, "more than 0, or 0 (none)"),
         "context_dropout": (0 <= config.context_dropout < 1, "from 0 to less than 1"),
         "gate_dim": (config.gate_dim >= 1, "at least 1"),
         "gate_dropout": (0 <= config.gate_dropout < 1, "from 0 to less than 1"),
@@ -112,8 +111,9 @@ def check_frequency_order(config, dictionary) -> None:
         dictionary: a fairseq dictionary, special symbols first.
 
     Raises:
-        UserError: the counts are not in descending order, or all equal.
+        UserError: the counts are not in descending order, or all equal; or an option's value is not allowed.
     """
+    check_config(config)
     if config.output_layer != "mixtape" or config.frequent_ratio == 1:
         return
     # Past the frequent ids order does not matter: tasks add symbols there, after the padding with counts of 0.
