@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import pickle
 import re
@@ -50,6 +51,8 @@ def apply() -> None:
     name_the_update_that_diverged()
     keep_float32_weights_in_checkpoints()
     scale_weight_decay_by_parameter()
+    prepare_every_process_for_a_checkpoint()
+    end_training_that_is_finished()
 
 
 def _replace(owner, name: str, make_wrapper) -> None:
@@ -406,6 +409,42 @@ def _split_by_weight_decay(optimizer: torch.optim.Optimizer) -> None:
         group["params"] = scales.pop(1, [])
         for scale, parameters in scales.items():
             optimizer.add_param_group({**group, "params": parameters, "weight_decay": scale * group["weight_decay"]})
+
+
+def prepare_every_process_for_a_checkpoint() -> None:
+    """Call `task.begin_save(model, optimizer)`, where a task has it, on every process before one of them saves.
+
+    fairseq asks a task for what it wants to save on the saving process alone, where nothing can be collected.
+    """
+
+    def wrapper(save_checkpoint):
+        def save_prepared_checkpoint(cfg, trainer, *args, **kwargs):
+            if hasattr(trainer.task, "begin_save") and not cfg.no_save:
+                trainer.task.begin_save(trainer.get_model(), trainer.optimizer)
+            return save_checkpoint(cfg, trainer, *args, **kwargs)
+
+        return save_prepared_checkpoint
+
+    _replace(checkpoint_utils, "save_checkpoint", wrapper)
+
+
+def end_training_that_is_finished() -> None:
+    """End fairseq-train's loop over epochs where its optimizer says that it is `finished`.
+
+    That loop asks for nothing but the learning rate, and ends where it is not above --stop-min-lr: the trainer, which
+    has no other use for what these methods return, tells it minus infinity.
+    """
+
+    def wrapper(learning_rate):
+        def learning_rate_or_end(self, *args, **kwargs):
+            lr = learning_rate(self, *args, **kwargs)
+            optimizer = getattr(self.optimizer, "fp32_optimizer", self.optimizer)
+            return -math.inf if getattr(optimizer, "finished", False) else lr
+
+        return learning_rate_or_end
+
+    _replace(Trainer, "get_lr", wrapper)
+    _replace(Trainer, "lr_step", wrapper)
 
 
 # (beginning of the message as a regular expression, category); each was seen in a log of fairseq-train or -generate.

@@ -284,8 +284,12 @@ def test_fine_tuning_ends_by_itself(text, checkpoint, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_equal_one_with_as_many_columns(text, tmp_path):
-    """2·2 columns are 4; validation shares its 3. A kill in mid-epoch loses neither's hidden state."""
+    """2·2 columns are 4; validation shares its 3. A kill in mid-epoch loses neither's hidden state.
+
+    Nor does it where there was no validation before the checkpoint.
+    """
     more = [*NO_DROPOUT, "--max-epoch", 1, "--averaging-epoch", 0, "--save-interval-updates", 4, "--max-update", 9]
+    more += ["--validate-after-updates", 9]
     one = run("train", *lm_args(text, tmp_path / "one", *more)).log
     gloo = "--ddp-backend legacy_ddp --distributed-backend gloo --distributed-no-spawn --distributed-world-size 2"
 
