@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from conftest import USER_DIR, console_script, parse_log, run, start
+from fairseq.trainer import Trainer
 from recipes import files
 from test_training import KILLED_BEFORE_UPDATE_6, assert_same_parameters, free_port, loss_curve
 
@@ -174,23 +175,34 @@ def test_small_batches_equal_the_whole(text, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [28])
-def test_learning_rate_follows_the_segment_after_clipping(text, tmp_path, seed, monkeypatch):
-    """Each SGD step is lr·L/base times the clipped gradient."""
-    from mixtape_plugin.tasks.bptt_language_modeling import BpttLanguageModelingTask
+@pytest.mark.parametrize("seed, update_freq", [(28, 1), (28, 3)])
+def test_learning_rate_follows_the_segments_after_clipping(text, tmp_path, seed, update_freq, monkeypatch):
+    """Each SGD step is lr·L/base times the clipped gradient, L the mean length of the update's segments.
 
-    steps = []
-    optimizer_step = BpttLanguageModelingTask.optimizer_step
+    What a first try, given up in the middle, has seen of the third update does not count.
+    """
+    steps, tries = [], []
+    optimizer_step, train_step = BpttLanguageModelingTask.optimizer_step, Trainer.train_step
+
+    def watched_train_step(trainer, samples, *args, **kwargs):
+        if len(tries) == 2:
+            trainer.zero_grad()
+            trainer.task.train_step(samples[-1], trainer.model, trainer.criterion, trainer.optimizer, 2)
+            trainer.zero_grad()  # as after an overflow
+        tries.append(sum(sample["target"].size(1) for sample in samples) / len(samples) / 35)
+        return train_step(trainer, samples, *args, **kwargs)
 
     def watched_step(task, optimizer, model, update_num):
         before = [p.detach().clone() for p in optimizer.params]
         gradients = [p.grad.clone() for p in optimizer.params]
         optimizer_step(task, optimizer, model, update_num)
         moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(optimizer.params, before)])
-        steps.append((task.lr_scale, moved, torch.cat([g.flatten() for g in gradients]), optimizer.get_lr()))
+        steps.append((tries[-1], moved, torch.cat([g.flatten() for g in gradients]), optimizer.get_lr()))
 
+    monkeypatch.setattr(Trainer, "train_step", watched_train_step)
     monkeypatch.setattr(BpttLanguageModelingTask, "optimizer_step", watched_step)
-    run("train", *lm_args(text, tmp_path, "--max-update", 4, "--seed", seed, "--weight-decay", 0, "--no-save"))
+    more = ["--max-update", 4, "--seed", seed, "--weight-decay", 0, "--no-save", "--update-freq", update_freq]
+    run("train", *lm_args(text, tmp_path, *more))
     assert len({scale for scale, *_ in steps}) > 1
     for scale, moved, gradient, lr in steps:
         assert gradient.norm() < 0.2501 and lr == 5

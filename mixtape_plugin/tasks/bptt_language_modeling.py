@@ -76,8 +76,8 @@ class BpttLanguageModelingTask(LanguageModelingTask):
 
     - Training: ``--batch-size`` columns for each process. Segment lengths are drawn by seed and epoch
       (:func:`~mixtape_plugin.data.bptt_dataset.draw_segment_lengths`), and a segment's learning rate is
-      lr·L/``--tokens-per-sample``, set after clipping. The model keeps the hidden state, which starts from zeros in
-      each epoch.
+      lr·L/``--tokens-per-sample``, set after clipping; with ``--update-freq`` L is the mean over the segments of an
+      update. The model keeps the hidden state, which starts from zeros in each epoch.
     - Evaluation: ``--batch-size-valid`` columns, shared by all processes, segments of equal length; every token is
       predicted and counted once. ``fairseq-eval-lm`` takes ``--batch-size`` columns, 1 unless given.
     - Symbols that fairseq adds (``<s>``, ``<pad>``, ``madeupword…``) are in ``masked_tokens``: a model of this plugin
@@ -102,7 +102,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             or (args.remove_eos and token in (dictionary.eos(), dictionary.unk()))
         )
         self.optimizer = None
-        self.lr_scale = 1.0
+        self.lr_scales = []  # of the segments since the last update
         self.epoch_ended = False
         self.validations = 0
         self.states_of_all = []
@@ -231,7 +231,10 @@ class BpttLanguageModelingTask(LanguageModelingTask):
         swap_weights(optimizer, average=False)
         if find_nt_asgd(optimizer) and sample["net_input"]["first_segment"]:
             find_nt_asgd(optimizer).begin_epoch(self.epoch)
-        self.lr_scale = sample["lr_scale"]
+        # An update begins without gradients, also after one that fairseq has given up because of an overflow.
+        if all(parameter.grad is None for parameter in model.parameters()):
+            self.lr_scales = []
+        self.lr_scales.append(sample["lr_scale"])
         self.epoch_ended = sample["last_segment"]
         loss, sample_size, logging_output = 0.0, 0, {}
         for small_batch in self.small_batches(sample):
@@ -266,7 +269,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
 
     def optimizer_step(self, optimizer, model, update_num):
         lr = optimizer.get_lr()
-        optimizer.set_lr(lr * self.lr_scale)
+        optimizer.set_lr(lr * sum(self.lr_scales) / len(self.lr_scales))
         optimizer.step()
         optimizer.set_lr(lr)
 
