@@ -68,7 +68,7 @@ def error_of(command, *args):
         ("--output-layer moc --num-components -3", "--num-components -3 is not allowed: at least 1"),
         ("--frequent-ratio 0", "--frequent-ratio 0.0 is not allowed: more than 0 and at most 1"),
         ("--frequent-ratio 1.5", "--frequent-ratio 1.5 is not allowed: more than 0 and at most 1"),
-        ("--frequent-ratio 1e-3", "--frequent-ratio 0.001 of 40 tokens .*: at least 0.025"),
+        ("--frequent-ratio 1e-3", "--frequent-ratio 0.001 of 40 tokens .* the first 0, none .*: at least 0.025"),
         ("--gate-dropout 1.0", "--gate-dropout 1.0 is not allowed: from 0 to less than 1"),
         ("--gate-noise -0.1", "--gate-noise -0.1 is not allowed: 0 or more"),
         ("--gate-noise nan", "--gate-noise nan is not allowed: 0 or more, and finite"),
