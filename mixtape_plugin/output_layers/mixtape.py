@@ -68,8 +68,8 @@ class Mixtape(MixtureLayer):
         first = next((token for token in range(vocab_size) if token not in self.masked_tokens), vocab_size)
         if self.num_frequent <= first:
             raise UserError(
-                f"--frequent-ratio {config.frequent_ratio} of {vocab_size} tokens gives gates of their own to the first "
-                f"{self.num_frequent}, none of which can be predicted: at least {(first + 1) / vocab_size:.3g}"
+                f"--frequent-ratio {config.frequent_ratio} of {vocab_size} tokens gives gates of their own to the "
+                f"first {self.num_frequent}, none of which can be predicted: at least {(first + 1) / vocab_size:.3g}"
             )
         self.num_gates = self.num_components - 1
         self.gate_hidden = nn.Linear(feature_dim, self.num_gates * config.gate_dim)
