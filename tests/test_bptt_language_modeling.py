@@ -488,7 +488,7 @@ def test_loss_that_is_not_finite_keeps_the_last_checkpoint(text, tmp_path):
     before = last.read_bytes()
     state = torch.load(last, weights_only=True)
     updates = state["optimizer_history"][-1]["num_updates"]
-    state["model"]["decoder.layers.1.bias_hh"][0] = math.nan
+    state["model"]["decoder.output_projection.bias"][5] = math.inf
     torch.save(state, tmp_path / "poisoned.pt")
     more = ["--restore-file", tmp_path / "poisoned.pt", "--max-epoch", 2]
     with pytest.raises(UserError, match=rf"the loss is nan at update {updates + 1} \(epoch 2\)"):
