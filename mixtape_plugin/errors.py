@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -21,15 +22,25 @@ class UserError(ValueError):
 
 
 def check_values(options, allowed: dict) -> None:
-    """Raises UserError for the first option whose value is not allowed.
+    """Raises UserError for the first option whose value is not allowed; nan and inf never are.
 
     Args:
-        options: has the values as attributes.
+        options: has the values as attributes, numbers or lists of numbers.
         allowed: for an option's name with underscores, whether its value is, and what is.
     """
     for name, (holds, what) in allowed.items():
+        value = getattr(options, name)
+        if not is_finite(value):
+            raise UserError(f"--{name.replace('_', '-')} {value} is not allowed: {what}, and finite")
         if not holds:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)} is not allowed: {what}")
+            raise UserError(f"--{name.replace('_', '-')} {value} is not allowed: {what}")
+
+
+def is_finite(value) -> bool:
+    """Whether an option's value holds neither nan nor inf; what is no number does not."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def sentence_for_user(error) -> str | None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import pickle
 import re
-import struct
 import sys
 import types
 import warnings
@@ -27,6 +27,14 @@ from fairseq.tasks import translation
 from fairseq.trainer import Trainer
 from omegaconf import OmegaConf
 
+from mixtape_plugin.damaged_files import (
+    check_dataset,
+    check_weights,
+    damaged_dictionary,
+    explain_misfit,
+    explain_resume,
+    unreadable_checkpoint,
+)
 from mixtape_plugin.errors import AFTER_DIVERGENCE, UserError
 
 TRUST_CHECKPOINTS = "MIXTAPE_TRUST_CHECKPOINTS"
@@ -41,12 +49,15 @@ def apply() -> None:
     provide_removed_numpy_names()
     keep_last_batch()
     load_checkpoints_safely()
+    explain_checkpoints_that_do_not_fit()
     broadcast_plain_options()
     refuse_broken_data()
     train_bf16_without_xla()
     name_the_update_that_diverged()
     keep_float32_weights_in_checkpoints()
     scale_weight_decay_by_parameter()
+    prepare_every_process_for_a_checkpoint()
+    end_training_that_is_finished()
 
 
 def _replace(owner, name: str, make_wrapper) -> None:
@@ -134,7 +145,9 @@ def load_checkpoints_safely() -> None:
                     f"use torch 2.6 or later, or set {TRUST_CHECKPOINTS}=1 if you trust every checkpoint you load"
                 )
             try:
-                return load(path, *args, **kwargs)
+                state = load(path, *args, **kwargs)
+            except (UserError, FileNotFoundError, PermissionError, MemoryError):
+                raise
             except pickle.UnpicklingError as error:
                 found = re.search(r"GLOBAL ([\w.]+(\([^)]*\))?)|function (<.*?>)", str(error))
                 if found:
@@ -142,17 +155,47 @@ def load_checkpoints_safely() -> None:
                         f"checkpoint {path} is not loaded: it holds a pickled {found[1] or found[3]}, which is not on "
                         "the list of classes that a fairseq checkpoint needs, and unpickling it could run code"
                     ) from error
-                raise UserError(f"{path} is damaged or is no checkpoint: it cannot be read") from error
-            except (EOFError, RuntimeError) as error:
-                if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
-                    raise
-                raise UserError(f"{path} is damaged or is no checkpoint: it cannot be read") from error
+                raise unreadable_checkpoint(path) from error
+            except Exception as error:  # whatever torch's reader, and fairseq after it, come to think of
+                raise unreadable_checkpoint(path) from error
+            check_weights(path, state)
+            return state
 
         return load_or_explain
 
     for name in ("load_checkpoint_to_cpu", "load_ema_from_checkpoint"):
         if hasattr(checkpoint_utils, name):
             _replace(checkpoint_utils, name, explain_refusal)
+
+
+def explain_checkpoints_that_do_not_fit() -> None:
+    """Name the checkpoint, and what differs, where it does not fit the model or the training.
+
+    fairseq asks to "ensure that the architectures match", at the end of two tracebacks.
+    """
+
+    def resume(load_checkpoint):
+        def resume_or_explain(self, filename, *args, **kwargs):
+            try:
+                return load_checkpoint(self, filename, *args, **kwargs)
+            except Exception as error:
+                explain_resume(filename, error)
+                raise
+
+        return resume_or_explain
+
+    def evaluate(load_model_ensemble_and_task):
+        def load_or_explain(filenames, *args, **kwargs):
+            try:
+                return load_model_ensemble_and_task(filenames, *args, **kwargs)
+            except Exception as error:
+                explain_misfit(" or ".join(filenames), error)
+                raise
+
+        return load_or_explain
+
+    _replace(Trainer, "load_checkpoint", resume)
+    _replace(checkpoint_utils, "load_model_ensemble_and_task", evaluate)
 
 
 def broadcast_plain_options() -> None:
@@ -226,39 +269,16 @@ def keep_last_batch() -> None:
     _replace(data_utils, "batch_by_size", wrapper)
 
 
-def _check_mmap_dataset(path: str) -> None:
-    """Raise UserError unless path.idx is whole and path.bin has the size that it promises.
-
-    An .idx is a header of 26 bytes, the last 8 of which count the sentences, and 12 bytes for each of them.
-    """
-    index_file, data_file = path + ".idx", path + ".bin"
-    mend = "run fairseq-preprocess again"
-    with open(index_file, "rb") as file:
-        header = file.read(26)
-    size = os.path.getsize(index_file)
-    if size < 26 or size != 26 + 12 * struct.unpack("<Q", header[18:])[0]:
-        raise UserError(f"{index_file} is cut off or damaged, at {size:,} bytes: {mend}")
-    if size == 26:
-        raise UserError(f"{data_file} holds no sentence: check the text that it was made from and {mend}")
-    index = indexed_dataset.MMapIndexedDataset.Index(index_file)
-    promised = int(index._pointers[-1]) + int(index.sizes[-1]) * index.dtype().itemsize
-    size = os.path.getsize(data_file)
-    if size != promised:
-        raise UserError(f"{data_file} has {size:,} bytes where {index_file} promises {promised:,}: {mend}")
-
-
 def refuse_broken_data() -> None:
-    """Name the file and the way out where binarized data is truncated or missing.
+    """Name the file and the way out where binarized data or a dictionary is damaged or missing.
 
-    fairseq reads garbage or ends in a traceback of numpy. Only `mmap` data is checked, which is what
-    fairseq-preprocess writes unless told otherwise.
+    fairseq reads garbage or ends in a traceback of numpy.
     """
 
-    def check_dataset(make_dataset):
-        def make_checked_dataset(path, impl, *args, **kwargs):
-            if impl == "mmap" and indexed_dataset.MMapIndexedDataset.exists(path):
-                _check_mmap_dataset(path)
-            return make_dataset(path, impl, *args, **kwargs)
+    def check_dataset_first(make_dataset):
+        def make_checked_dataset(path, impl, fix_lua_indexing=False, dictionary=None):
+            check_dataset(path, impl, dictionary)
+            return make_dataset(path, impl, fix_lua_indexing, dictionary)
 
         return make_checked_dataset
 
@@ -266,7 +286,12 @@ def refuse_broken_data() -> None:
         def add_from_existing_file(self, f):
             if isinstance(f, str) and not os.path.exists(f):
                 raise UserError(f"dictionary {f} does not exist: give the folder that fairseq-preprocess wrote")
-            return add_from_file(self, f)
+            try:
+                return add_from_file(self, f)
+            except Exception as error:
+                if not isinstance(f, str):  # fairseq opens the file and calls this again
+                    raise
+                raise damaged_dictionary(f, error) from error
 
         return add_from_existing_file
 
@@ -290,7 +315,7 @@ def refuse_broken_data() -> None:
 
         return load_with_target
 
-    _replace(indexed_dataset, "make_dataset", check_dataset)
+    _replace(indexed_dataset, "make_dataset", check_dataset_first)
     _replace(translation, "load_langpair_dataset", check_target)
     _replace(Dictionary, "add_from_file", check_dictionary)
     _replace(data_utils, "infer_language_pair", check_folder)
@@ -403,6 +428,42 @@ def _split_by_weight_decay(optimizer: torch.optim.Optimizer) -> None:
         group["params"] = scales.pop(1, [])
         for scale, parameters in scales.items():
             optimizer.add_param_group({**group, "params": parameters, "weight_decay": scale * group["weight_decay"]})
+
+
+def prepare_every_process_for_a_checkpoint() -> None:
+    """Call `task.begin_save(model, optimizer)`, where a task has it, on every process before one of them saves.
+
+    fairseq asks a task for what it wants to save on the saving process alone, where nothing can be collected.
+    """
+
+    def wrapper(save_checkpoint):
+        def save_prepared_checkpoint(cfg, trainer, *args, **kwargs):
+            if hasattr(trainer.task, "begin_save") and not cfg.no_save:
+                trainer.task.begin_save(trainer.get_model(), trainer.optimizer)
+            return save_checkpoint(cfg, trainer, *args, **kwargs)
+
+        return save_prepared_checkpoint
+
+    _replace(checkpoint_utils, "save_checkpoint", wrapper)
+
+
+def end_training_that_is_finished() -> None:
+    """End fairseq-train's loop over epochs where its optimizer says that it is `finished`.
+
+    That loop asks for nothing but the learning rate, and ends where it is not above --stop-min-lr: the trainer, which
+    has no other use for what these methods return, tells it minus infinity.
+    """
+
+    def wrapper(learning_rate):
+        def learning_rate_or_end(self, *args, **kwargs):
+            lr = learning_rate(self, *args, **kwargs)
+            optimizer = getattr(self.optimizer, "fp32_optimizer", self.optimizer)
+            return -math.inf if getattr(optimizer, "finished", False) else lr
+
+        return learning_rate_or_end
+
+    _replace(Trainer, "get_lr", wrapper)
+    _replace(Trainer, "lr_step", wrapper)
 
 
 # (beginning of the message as a regular expression, category); each was seen in a log of fairseq-train or -generate.

@@ -53,14 +53,9 @@ def load(path):
         UserError: the file is missing, truncated, not safe to load, or no fairseq checkpoint.
     """
     try:
-        state = load_checkpoint_to_cpu(path)
+        return load_checkpoint_to_cpu(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (TypeError, KeyError):  # fairseq looks for the parts of a checkpoint in whatever the file holds
-        state = None
-    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
-        raise UserError(f"{path} is no fairseq checkpoint")
-    return state
 
 
 def average(paths):

@@ -7,12 +7,13 @@ usage="usage: quickstart.sh [--data DIR [--source-lang XX]] [--out DIR] [--updat
   --data DIR    your own parallel text instead of a generated corpus: {train,valid,test}.XX and .YY, line by line
   --source-lang XX
                 the language to translate from (default: the first by alphabet)
-  --out DIR     everything that is written (default: quickstart-output)
+  --out DIR     everything that is written (default: quickstart-output, with --data quickstart-output.NAME after its
+                folder; .2 and so on is added where that holds a run with other options)
   --updates N   training length (default: 1000)
   --no-setup    use the Python environment that is active instead of setting one up"
 die() { echo "quickstart.sh: $*" >&2; exit 1; }
 
-data="" from="" out=quickstart-output updates=1000 setup=yes
+data="" from="" out="" updates=1000 setup=yes
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) echo "$usage"; exit ;;
@@ -27,6 +28,16 @@ done
 [ -z "$data" ] || [ -d "$data" ] || die "--data $data is no folder"
 [ -z "$data" ] || data=$(cd "$data" && pwd)
 [ -z "$from" ] || [ -n "$data" ] || die "--source-lang $from goes with --data only"
+settings="data ${data:-generated}${from:+ from $from}, updates $updates"
+holds_other_run() { [ -f "$1/settings" ] && [ "$(cat "$1/settings")" != "$settings" ]; }
+if [ -z "$out" ]; then # of this name, the first that is new or holds this very run
+  name=quickstart-output${data:+.$(basename "$data")}
+  out=$name
+  for ((number = 2; ; number++)); do
+    holds_other_run "$out" || break
+    out=$name.$number
+  done
+fi
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -36,8 +47,7 @@ if [ $setup = yes ]; then
   PATH=$(cd "${MIXTAPE_VENV:-.venv}" && pwd)/bin:$PATH
 fi
 export OMP_NUM_THREADS=1 PYTHONUTF8=1 # tensors are tiny: both trainings run at once instead
-settings="data ${data:-generated}${from:+ from $from}, updates $updates"
-[ ! -f "$out/settings" ] || [ "$(cat "$out/settings")" = "$settings" ] ||
+! holds_other_run "$out" ||
   die "--out $out holds a run with other settings ($(cat "$out/settings")): choose another --out or remove it"
 SECONDS=0
 say() { echo "[$SECONDS s] $*"; }

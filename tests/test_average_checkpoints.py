@@ -155,8 +155,8 @@ def test_refuses_what_is_no_checkpoint(tmp_path, monkeypatch):
     for name, message in {
         "none.pt": "none.pt cannot be read: No such file or directory",
         "half.pt": "half.pt is damaged or is no checkpoint: it cannot be read",
-        "list.pt": "list.pt is no fairseq checkpoint",
-        "parameters.pt": "parameters.pt is no fairseq checkpoint",
+        "list.pt": "list.pt is damaged or is no checkpoint: it cannot be read",
+        "parameters.pt": "parameters.pt is damaged or is no checkpoint: it cannot be read",
         "evil.pt": "checkpoint evil.pt is not loaded: it holds a pickled .*mkdir",
     }.items():
         with pytest.raises(UserError, match=message):

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from conftest import USER_DIR, console_script, parse_log, run, start
+from fairseq.trainer import Trainer
 from recipes import files
 from test_training import KILLED_BEFORE_UPDATE_6, assert_same_parameters, free_port, loss_curve
 
@@ -173,23 +174,34 @@ def test_small_batches_equal_the_whole(text, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [28])
-def test_learning_rate_follows_the_segment_after_clipping(text, tmp_path, seed, monkeypatch):
-    """Each SGD step is lr·L/base times the clipped gradient."""
-    from mixtape_plugin.tasks.bptt_language_modeling import BpttLanguageModelingTask
+@pytest.mark.parametrize("seed, update_freq", [(28, 1), (28, 3)])
+def test_learning_rate_follows_the_segments_after_clipping(text, tmp_path, seed, update_freq, monkeypatch):
+    """Each SGD step is lr·L/base times the clipped gradient, L the mean length of the update's segments.
 
-    steps = []
-    optimizer_step = BpttLanguageModelingTask.optimizer_step
+    What a first try, given up in the middle, has seen of the third update does not count.
+    """
+    steps, tries = [], []
+    optimizer_step, train_step = BpttLanguageModelingTask.optimizer_step, Trainer.train_step
+
+    def watched_train_step(trainer, samples, *args, **kwargs):
+        if len(tries) == 2:
+            trainer.zero_grad()
+            trainer.task.train_step(samples[-1], trainer.model, trainer.criterion, trainer.optimizer, 2)
+            trainer.zero_grad()  # as after an overflow
+        tries.append(sum(sample["target"].size(1) for sample in samples) / len(samples) / 35)
+        return train_step(trainer, samples, *args, **kwargs)
 
     def watched_step(task, optimizer, model, update_num):
         before = [p.detach().clone() for p in optimizer.params]
         gradients = [p.grad.clone() for p in optimizer.params]
         optimizer_step(task, optimizer, model, update_num)
         moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(optimizer.params, before)])
-        steps.append((task.lr_scale, moved, torch.cat([g.flatten() for g in gradients]), optimizer.get_lr()))
+        steps.append((tries[-1], moved, torch.cat([g.flatten() for g in gradients]), optimizer.get_lr()))
 
+    monkeypatch.setattr(Trainer, "train_step", watched_train_step)
     monkeypatch.setattr(BpttLanguageModelingTask, "optimizer_step", watched_step)
-    run("train", *lm_args(text, tmp_path, "--max-update", 4, "--seed", seed, "--weight-decay", 0, "--no-save"))
+    more = ["--max-update", 4, "--seed", seed, "--weight-decay", 0, "--no-save", "--update-freq", update_freq]
+    run("train", *lm_args(text, tmp_path, *more))
     assert len({scale for scale, *_ in steps}) > 1
     for scale, moved, gradient, lr in steps:
         assert gradient.norm() < 0.2501 and lr == 5
@@ -283,8 +295,12 @@ def test_fine_tuning_ends_by_itself(text, checkpoint, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_equal_one_with_as_many_columns(text, tmp_path):
-    """2·2 columns are 4; validation shares its 3. A kill in mid-epoch loses neither's hidden state."""
+    """2·2 columns are 4; validation shares its 3. A kill in mid-epoch loses neither's hidden state.
+
+    Nor does it where there was no validation before the checkpoint.
+    """
     more = [*NO_DROPOUT, "--max-epoch", 1, "--averaging-epoch", 0, "--save-interval-updates", 4, "--max-update", 9]
+    more += ["--validate-after-updates", 9]
     one = run("train", *lm_args(text, tmp_path / "one", *more)).log
     gloo = "--ddp-backend legacy_ddp --distributed-backend gloo --distributed-no-spawn --distributed-world-size 2"
 
@@ -371,6 +387,7 @@ def test_characters_without_lines(tmp_path):
     [
         ("--tokens-per-sample", 0, "at least 1"),
         ("--segment-length-std", -1.0, "0 or more"),
+        ("--segment-length-std", math.inf, "0 or more, and finite"),
         ("--short-segment-probability", 1.5, "from 0 to 1"),
         ("--min-segment-length", 0, "at least 1"),
         ("--max-segment-length", 0, "at least 1, or left out"),
@@ -378,7 +395,11 @@ def test_characters_without_lines(tmp_path):
         ("--embed-dim", 0, "at least 1"),
         ("--hidden-sizes", "12,x", "whole numbers"),
         ("--weight-dropout", 1.0, "from 0 to less than 1"),
+        ("--input-dropout", math.nan, "from 0 to less than 1, and finite"),
         ("--ar-alpha", -1.0, "0 or more"),
+        ("--ar-alpha", math.inf, "0 or more, and finite"),
+        ("--tar-beta", math.nan, "0 or more, and finite"),
+        ("--weight-decay", math.inf, "0 or more, and finite"),
         ("--nonmono", 0, "at least 1"),
         ("--averaging-epoch", -1, "0 or more"),
     ],
@@ -466,7 +487,7 @@ def test_loss_that_is_not_finite_keeps_the_last_checkpoint(text, tmp_path):
     before = last.read_bytes()
     state = torch.load(last, weights_only=True)
     updates = state["optimizer_history"][-1]["num_updates"]
-    state["model"]["decoder.layers.1.bias_hh"][0] = math.nan
+    state["model"]["decoder.output_projection.bias"][5] = math.inf
     torch.save(state, tmp_path / "poisoned.pt")
     more = ["--restore-file", tmp_path / "poisoned.pt", "--max-epoch", 2]
     with pytest.raises(UserError, match=rf"the loss is nan at update {updates + 1} \(epoch 2\)"):

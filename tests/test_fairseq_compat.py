@@ -231,7 +231,9 @@ def test_plain_arrays_survive_a_checkpoint(tmp_path, dtype):
 
 
 @by_allow_list
-@pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 half an archive", "cut"])
+@pytest.mark.parametrize(
+    "content", [b"", b"no checkpoint", b"PK\x03\x04 half an archive", b"\x80\x02.", b"\x80\x02]q\0.", "cut"]
+)
 def test_damaged_checkpoint_is_named(tmp_path, content):
     path = tmp_path / "damaged.pt"
     save(torch.zeros(1000), path)

@@ -163,9 +163,10 @@ def test_random_shapes(case, draw):
     sizes = {name: draw.draw(st.integers(1, 7), label=name) for name in ("feature_dim", "embed_dim", "gate_dim")}
     vocab_size = draw.draw(st.integers(2, 21), label="V")
     options = {"num_components": draw.draw(st.integers(2 if "mixtape" in case else 1, 8), label="K")}
-    if case == "mixtape":
-        options["frequent_ratio"] = draw.draw(st.integers(1, vocab_size), label="S") / vocab_size
     masked = draw.draw(st.lists(st.integers(0, vocab_size - 1), max_size=vocab_size - 2, unique=True), label="masked")
+    if case == "mixtape":
+        first = min(set(range(vocab_size)) - set(masked))  # which is among the frequent tokens, or refused
+        options["frequent_ratio"] = draw.draw(st.integers(first + 1, vocab_size), label="S") / vocab_size
     layer = build(case, vocab_size=vocab_size, masked=masked, **sizes, **options)
     num_tokens = draw.draw(st.integers(0, 7), label="N")
     features, target = random_batch(layer, num_tokens)

@@ -327,12 +327,6 @@ def test_begin_epoch_again_does_not_restart_the_average():
     assert_bitwise(*weights)
 
 
-def ended(optimizer):
-    """fairseq-train ends where the learning rate is not above --stop-min-lr, -1 by default; it sets it every epoch."""
-    optimizer.set_lr(LR)
-    return optimizer.get_lr() <= -1
-
-
 @pytest.mark.parametrize("losses, end", HISTORIES.values(), ids=HISTORIES)
 def test_fine_tuning_stops_where_averaging_would_start(losses, end, tmp_path):
     model = build_model()
@@ -342,15 +336,17 @@ def test_fine_tuning_stops_where_averaging_would_start(losses, end, tmp_path):
         for each in (optimizer, going_on):
             each.begin_epoch(epoch)
             assert each.phase == "asgd"
-            assert not ended(each)
+            assert not each.finished
             each.end_epoch(loss)
         if epoch == end:
-            assert ended(optimizer)
+            assert optimizer.finished
             _, resumed = save_and_load(model, optimizer, tmp_path)
-            assert ended(resumed)
+            assert resumed.finished
             break
-    assert ended(optimizer) == (end is not None)
-    assert not ended(going_on)
+    assert optimizer.finished == (end is not None)
+    assert not going_on.finished
+    optimizer.set_lr(LR)
+    assert optimizer.get_lr() == LR, "the end is no learning rate"
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 
 
-def quickstart(*options):
+def quickstart(*options, cwd=None):
     env = {**os.environ, "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])}
     command = [SCRIPTS / "quickstart.sh", "--no-setup", *map(str, options)]
-    return subprocess.run(command, env=env, capture_output=True, encoding="utf-8")
+    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, encoding="utf-8")
 
 
 def write_parallel(folder, **changed):
@@ -61,11 +61,37 @@ def test_users_own_text(tmp_path):
     data = write_parallel(tmp_path / "data")
     with (data / "test.xx").open("r+") as file:  # a last line without its newline counts as one
         file.truncate(len(file.read()) - 1)
-    run = quickstart("--data", data, "--source-lang", "yy", "--out", tmp_path / "out", "--updates", "2")
+    write_settings(tmp_path / "quickstart-output", "data generated, updates 1000")  # the plain quickstart came first
+    run = quickstart("--data", data, "--source-lang", "yy", "--updates", "2", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    rows = list(csv.DictReader((tmp_path / "out" / "table.csv").open()))
+    out = tmp_path / "quickstart-output.data"
+    rows = list(csv.DictReader((out / "table.csv").open()))
     assert [row["output layer"] for row in rows] == ["softmax", "mixtape"]
-    assert (tmp_path / "out" / "data-bin" / "test.yy-xx.xx.bin").exists()
+    assert (out / "data-bin" / "test.yy-xx.xx.bin").exists()
+
+
+def write_settings(folder, settings):
+    folder.mkdir()
+    (folder / "settings").write_text(settings + "\n")
+
+
+def test_a_folder_for_each_run(tmp_path):
+    """Without --out; the runs end at a file that is missing, when their folder is chosen."""
+    data = write_parallel(tmp_path / "text", test_yy=None)
+
+    def chosen(*options):
+        before = set(tmp_path.iterdir())
+        run = quickstart("--data", data, *options, cwd=tmp_path)
+        assert run.returncode == 1 and "test.yy is missing or empty" in run.stderr
+        return [path.name for path in set(tmp_path.iterdir()) - before]
+
+    write_settings(tmp_path / "quickstart-output", "data generated, updates 1000")
+    assert chosen() == ["quickstart-output.text"]
+    (tmp_path / "quickstart-output.text" / "settings").write_text(f"data {data}, updates 1000\n")
+    assert chosen() == [], "the same run goes on where it was"
+    assert chosen("--source-lang", "yy") == ["quickstart-output.text.2"]
+    (tmp_path / "quickstart-output.text.2" / "settings").write_text("data /another/text, updates 1000\n")
+    assert chosen("--updates", "7") == ["quickstart-output.text.3"]
 
 
 @pytest.mark.parametrize(

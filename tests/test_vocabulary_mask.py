@@ -8,6 +8,7 @@ import reference
 import torch
 import torch.nn.functional as F
 
+from mixtape_plugin.errors import UserError
 from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, base, build_output_layer
 
 N, D, E, V = 7, 6, 5, 11
@@ -242,3 +243,18 @@ def test_the_mask_is_no_parameter(name):
     assert {n: p.shape for n, p in layer.state_dict().items()} == {n: p.shape for n, p in plain.state_dict().items()}
     layer.load_state_dict(plain.state_dict())
     plain.load_state_dict(layer.state_dict())
+
+
+def test_gates_for_none_but_masked_tokens_are_refused():
+    """text8: 31 symbols, of which the first four are never predicted; a tenth of them is 3, an eighth is 4."""
+    specials, text8 = (0, 1, 2, 3), 31
+    for ratio, frequent in (0.1, 3), (0.125, 4):
+        config = OutputLayerConfig(frequent_ratio=ratio)
+        message = (
+            f"^--frequent-ratio {ratio} of 31 tokens gives gates of their own to the first {frequent}, none .*0.161$"
+        )
+        with pytest.raises(UserError, match=message):
+            build_output_layer(config, D, text8, masked_tokens=specials)
+        assert build_output_layer(config, D, text8, masked_tokens=specials[:2]).num_frequent == frequent
+    config = OutputLayerConfig(frequent_ratio=0.161)
+    assert build_output_layer(config, D, text8, masked_tokens=specials).num_frequent == 5

@@ -8,7 +8,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEn
 from fairseq.dataclass import FairseqDataclass
 from omegaconf import II
 
-from mixtape_plugin.errors import UserError
+from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.output_layers import OutputLayer
 
 
@@ -31,10 +31,9 @@ class OutputLayerCrossEntropy(FairseqCriterion):
 
     def __init__(self, task, sentence_avg, label_smoothing=0.0, report_accuracy=False):
         super().__init__(task)
-        if not 0 <= label_smoothing < 1:
-            raise UserError(f"--label-smoothing {label_smoothing} is not allowed: from 0 to less than 1")
         self.sentence_avg = sentence_avg
         self.label_smoothing = label_smoothing
+        check_values(self, {"label_smoothing": (0 <= label_smoothing < 1, "from 0 to less than 1")})
         self.report_accuracy = report_accuracy
 
     def forward(self, model, sample, reduce=True):

@@ -15,7 +15,7 @@ from fairseq.models.transformer.transformer_legacy import base_architecture, tin
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 
-from mixtape_plugin.errors import UserError
+from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.models.options import add_options, complete_options
 from mixtape_plugin.modules.relative_attention import RelativeMultiheadAttention
 from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer, check_dictionary, output_layer_class
@@ -100,7 +100,9 @@ class MixtapeTransformerModel(TransformerModel):
 
 
 def check_options(args) -> None:
-    """Raises UserError where an option of the Transformer contradicts this plugin's."""
+    """Raises UserError where an option of the Transformer contradicts this plugin's, or a dropout is no rate."""
+    rates = [name for name in ("dropout", "attention_dropout", "activation_dropout") if hasattr(args, name)]
+    check_values(args, {name: (0 <= getattr(args, name) <= 1, "from 0 to 1") for name in rates})
     if getattr(args, "adaptive_softmax_cutoff", None) is not None:
         raise UserError(
             f"--adaptive-softmax-cutoff {args.adaptive_softmax_cutoff} does not go with --output-layer "

@@ -39,16 +39,18 @@ class NTASGD(FairseqOptimizer):
     Averaging starts at the end of the first epoch with more than n earlier ones whose validation loss is above
     min(losses of all but the last n of them), n = ``--nonmono`` (NT-ASGD), or after ``--averaging-epoch`` (ET-ASGD).
 
-    Training moves the raw weights; :meth:`use_average` puts their average into the model, :meth:`use_raw` takes it
-    out again. A checkpoint has the average as its model, and the raw weights among the optimizer's state.
+    Training moves the raw weights; :meth:`use_average` puts their average into the parameters, :meth:`use_raw` takes
+    it out again. A checkpoint has the average as its model, and the raw weights among the optimizer's state.
 
     As torch's ASGD and so the authors' runs have it, a step's η is the learning rate of the step before, and the
     average begins with the second step.
 
-    Needs ``--task bptt_language_modeling``, which says when an epoch and when a validation begins and ends.
+    Needs ``--task bptt_language_modeling``, which says when an epoch begins and when a validation ends, and swaps the
+    weights. fairseq-train ends its loop over epochs where :attr:`finished` is true
+    (:func:`~mixtape_plugin.fairseq_compat.end_training_that_is_finished`).
 
     Raises:
-        UserError: ``--nonmono`` below 1, ``--averaging-epoch`` or ``--weight-decay`` below 0.
+        UserError: ``--nonmono`` below 1, ``--averaging-epoch``, ``--weight-decay`` or ``--lr`` below 0 or not finite.
     """
 
     def __init__(self, cfg, params):
@@ -59,12 +61,12 @@ class NTASGD(FairseqOptimizer):
                 "nonmono": (cfg.nonmono >= 1, "at least 1"),
                 "averaging_epoch": (cfg.averaging_epoch is None or cfg.averaging_epoch >= 0, "0 or more, or left out"),
                 "weight_decay": (cfg.weight_decay >= 0, "0 or more"),
+                "lr": (min(cfg.lr) >= 0, "0 or more"),
             },
         )
         self._optimizer = torch.optim.SGD(params, **self.optimizer_config)
         self.history = []  # validation losses, one an epoch
         self.finished = False
-        self.after_swap = None  # under --fp16 and --bf16: copies these float32 weights into the model
         self._raw = None
 
     @property
@@ -79,10 +81,6 @@ class NTASGD(FairseqOptimizer):
     def phase(self):
         """ "sgd" or "asgd"."""
         return "asgd" if isinstance(self._optimizer, torch.optim.ASGD) else "sgd"
-
-    def set_lr(self, lr):
-        # fairseq ends a training whose learning rate is not above --stop-min-lr, -1 by default.
-        super().set_lr(-1.0 if self.finished else lr)
 
     def begin_epoch(self, epoch):
         """Starts averaging if its time has come by ``--averaging-epoch``; epochs count from 1."""
@@ -110,33 +108,35 @@ class NTASGD(FairseqOptimizer):
     def _start_averaging(self):
         groups = [{name: group[name] for name in ("params", "lr", "weight_decay")} for group in self.param_groups]
         self._optimizer = torch.optim.ASGD(groups, t0=0, lambd=0)
-        # fairseq calls this on every process just before it saves a checkpoint, validated or not.
-        self._optimizer.consolidate_state_dict = self.use_average
 
     @torch.no_grad()
-    def use_average(self):
-        """Puts the averaged weights into the model, for validation and saving; nothing before averaging."""
+    def use_average(self) -> bool:
+        """Puts the averaged weights in place, for validation and saving; nothing before averaging.
+
+        Returns:
+            whether the parameters have changed.
+        """
         if self._raw is not None or not self._optimizer.state or self.phase == "sgd":
-            return
+            return False
         self._raw = [parameter.clone() for parameter in self.params]
         for parameter in self.params:
             if parameter in self._optimizer.state:
                 parameter.copy_(self._optimizer.state[parameter]["ax"])
-        self._swapped()
+        return True
 
     @torch.no_grad()
-    def use_raw(self):
-        """Puts the raw weights back, for training; nothing where they are in place."""
+    def use_raw(self) -> bool:
+        """Puts the raw weights back, for training; nothing where they are in place.
+
+        Returns:
+            whether the parameters have changed.
+        """
         if self._raw is None:
-            return
+            return False
         for parameter, raw in zip(self.params, self._raw):
             parameter.copy_(raw)
         self._raw = None
-        self._swapped()
-
-    def _swapped(self):
-        if self.after_swap is not None:
-            self.after_swap()
+        return True
 
     def state_dict(self):
         return {
@@ -156,3 +156,22 @@ class NTASGD(FairseqOptimizer):
         self._raw = raw and [weight.to(parameter) for weight, parameter in zip(raw, self.params)]
         self.history = list(state_dict["history"])
         self.finished = state_dict["finished"]
+
+
+def find_nt_asgd(optimizer: FairseqOptimizer) -> Optional[NTASGD]:
+    """The :class:`NTASGD` inside what fairseq trains with, or None for another optimizer."""
+    found = getattr(optimizer, "fp32_optimizer", optimizer)
+    return found if isinstance(found, NTASGD) else None
+
+
+def swap_weights(optimizer: FairseqOptimizer, average: bool) -> None:
+    """Puts the average, or the raw weights, into the model that fairseq trains with ``optimizer``.
+
+    Nothing where they are in place, or with another optimizer than ``nt_asgd``.
+    """
+    nt_asgd = find_nt_asgd(optimizer)
+    if nt_asgd is None:
+        return
+    swapped = nt_asgd.use_average() if average else nt_asgd.use_raw()
+    if swapped and hasattr(optimizer, "_sync_fp32_params_to_fp16"):  # --fp16, --bf16: the model's weights are copies
+        optimizer._sync_fp32_params_to_fp16()

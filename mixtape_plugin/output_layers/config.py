@@ -1,6 +1,5 @@
 """The options of every output layer."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Optional
 
@@ -60,7 +59,7 @@ class OutputLayerConfig:
         allowed = {
             "num_components": (self.num_components >= 1, "at least 1"),
             "output_embed_dim": (self.output_embed_dim is None or self.output_embed_dim >= 1, "at least 1"),
-            "context_scale": (0 <= (self.context_scale or 0) < math.inf, "more than 0, or 0 (none)"),
+            "context_scale": ((self.context_scale or 0) >= 0, "more than 0, or 0 (none)"),
             "context_dropout": (0 <= self.context_dropout < 1, "from 0 to less than 1"),
             "gate_dim": (self.gate_dim >= 1, "at least 1"),
             "gate_dropout": (0 <= self.gate_dropout < 1, "from 0 to less than 1"),

@@ -44,10 +44,14 @@ class Mixtape(MixtureLayer):
     each (context, token, gate) of the frequent tokens and each (context, gate) of the others. ``gate_weight_norm``
     divides each row of U_k by its norm; the constant scale, which the paper does not give, is 1.
 
+    V, and so S, counts the special symbols, too, which stand first in a dictionary: with a small vocabulary S would
+    leave gates of their own to no token that can be predicted, and the layer would be a mixture of contexts. That is
+    refused; S is not raised, for checkpoints have parameters of its size.
+
     With a gradient, :meth:`forward` holds K + K−1 tensors [..., S].
 
     Raises:
-        UserError: K < 2, or r·V rounds to no token.
+        UserError: K < 2, or none of the first S = round(r·V) tokens can be predicted.
     """
 
     label = "Mixtape"
@@ -60,10 +64,11 @@ class Mixtape(MixtureLayer):
         if self.num_components < 2:
             raise UserError(f"--num-components {self.num_components} is too few for --output-layer mixtape: at least 2")
         self.num_frequent = round(config.frequent_ratio * vocab_size)
-        if self.num_frequent < 1:
+        first = next((token for token in range(vocab_size) if token not in self.masked_tokens), vocab_size)
+        if self.num_frequent <= first:
             raise UserError(
-                f"--frequent-ratio {config.frequent_ratio} of {vocab_size} tokens leaves no token with gates of its "
-                f"own: at least {1 / vocab_size:.2g}"
+                f"--frequent-ratio {config.frequent_ratio} of {vocab_size} tokens gives gates of their own to the "
+                f"first {self.num_frequent}, none of which can be predicted: at least {(first + 1) / vocab_size:.3g}"
             )
         self.num_gates = self.num_components - 1
         self.gate_hidden = nn.Linear(feature_dim, self.num_gates * config.gate_dim)

@@ -20,7 +20,7 @@ from omegaconf import II
 from mixtape_plugin.data.bptt_dataset import BpttDataset, TokenStream, draw_segment_lengths
 from mixtape_plugin.errors import AFTER_DIVERGENCE, UserError, check_values
 from mixtape_plugin.models.awd_lstm_lm import check_vocabulary, vocabulary_digest
-from mixtape_plugin.optim.nt_asgd import NTASGD
+from mixtape_plugin.optim.nt_asgd import find_nt_asgd, swap_weights
 
 logger = logging.getLogger(__name__)
 
@@ -76,15 +76,15 @@ class BpttLanguageModelingTask(LanguageModelingTask):
 
     - Training: ``--batch-size`` columns for each process. Segment lengths are drawn by seed and epoch
       (:func:`~mixtape_plugin.data.bptt_dataset.draw_segment_lengths`), and a segment's learning rate is
-      lr·L/``--tokens-per-sample``, set after clipping. The model keeps the hidden state, which starts from zeros in
-      each epoch.
+      lr·L/``--tokens-per-sample``, set after clipping; with ``--update-freq`` L is the mean over the segments of an
+      update. The model keeps the hidden state, which starts from zeros in each epoch.
     - Evaluation: ``--batch-size-valid`` columns, shared by all processes, segments of equal length; every token is
       predicted and counted once. ``fairseq-eval-lm`` takes ``--batch-size`` columns, 1 unless given.
     - Symbols that fairseq adds (``<s>``, ``<pad>``, ``madeupword…``) are in ``masked_tokens``: a model of this plugin
       gives them probability 0.
     - With ``--optimizer nt_asgd`` validation and saved models use the averaged weights.
-    - A checkpoint in the middle of an epoch has the hidden states of all processes; of the first one alone with
-      ``--disable-validation``, and none in stock fairseq 0.12.2: a resume there starts from zeros, with a warning.
+    - A checkpoint in the middle of an epoch has the hidden states of all processes; none in stock fairseq 0.12.2: a
+      resume there starts from zeros, with a warning.
 
     Raises:
         UserError: an option's value is not allowed; no ``--batch-size``; a text with a symbol that is masked; a
@@ -101,12 +101,11 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             or symbol.startswith("madeupword")
             or (args.remove_eos and token in (dictionary.eos(), dictionary.unk()))
         )
-        self.model = None
-        self.nt_asgd = None
-        self.lr_scale = 1.0
+        self.optimizer = None
+        self.lr_scales = []  # of the segments since the last update
         self.epoch_ended = False
         self.validations = 0
-        self.states_of_all = None
+        self.states_of_all = []
         self.restored_states = None
 
     @classmethod
@@ -220,7 +219,6 @@ class BpttLanguageModelingTask(LanguageModelingTask):
 
     def begin_epoch(self, epoch, model):
         self.epoch = epoch
-        self.model = model
         if self.restored_states is not None:
             like = next(model.parameters())
             for stream, states in self.restored_states.items():
@@ -229,12 +227,14 @@ class BpttLanguageModelingTask(LanguageModelingTask):
 
     def train_step(self, sample, model, criterion, optimizer, update_num, ignore_grad=False):
         """fairseq's, for ``--small-batch-size`` columns after the other."""
-        self.nt_asgd = self.find_nt_asgd(optimizer)
-        if self.nt_asgd:
-            self.nt_asgd.use_raw()
-            if sample["net_input"]["first_segment"]:
-                self.nt_asgd.begin_epoch(self.epoch)
-        self.lr_scale = sample["lr_scale"]
+        self.optimizer = optimizer
+        swap_weights(optimizer, average=False)
+        if find_nt_asgd(optimizer) and sample["net_input"]["first_segment"]:
+            find_nt_asgd(optimizer).begin_epoch(self.epoch)
+        # An update begins without gradients, also after one that fairseq has given up because of an overflow.
+        if all(parameter.grad is None for parameter in model.parameters()):
+            self.lr_scales = []
+        self.lr_scales.append(sample["lr_scale"])
         self.epoch_ended = sample["last_segment"]
         loss, sample_size, logging_output = 0.0, 0, {}
         for small_batch in self.small_batches(sample):
@@ -246,15 +246,6 @@ class BpttLanguageModelingTask(LanguageModelingTask):
                 f"the loss is {loss.item()} at update {update_num + 1} (epoch {self.epoch}): {AFTER_DIVERGENCE}"
             )
         return loss, sample_size, logging_output
-
-    @staticmethod
-    def find_nt_asgd(optimizer):
-        """The NTASGD inside what fairseq trains with, or None for another optimizer."""
-        found = getattr(optimizer, "fp32_optimizer", optimizer)
-        if not isinstance(found, NTASGD):
-            return None
-        found.after_swap = getattr(optimizer, "_sync_fp32_params_to_fp16", None)  # --amp keeps one set of weights
-        return found
 
     def small_batches(self, sample):
         """The columns of a segment in turn, each with a hidden state of its own."""
@@ -278,21 +269,14 @@ class BpttLanguageModelingTask(LanguageModelingTask):
 
     def optimizer_step(self, optimizer, model, update_num):
         lr = optimizer.get_lr()
-        optimizer.set_lr(lr * self.lr_scale)
+        optimizer.set_lr(lr * sum(self.lr_scales) / len(self.lr_scales))
         optimizer.step()
         optimizer.set_lr(lr)
 
     def begin_valid_epoch(self, epoch, model):
         self.validations = 0
-        if self.nt_asgd:
-            self.nt_asgd.use_average()
-        # Saving is for one process alone, so that the others hand over their hidden states here.
-        self.states_of_all = None
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self.states_of_all = [None] * distributed_utils.get_data_parallel_world_size()
-            torch.distributed.all_gather_object(
-                self.states_of_all, self.training_states(model), group=distributed_utils.get_data_parallel_group()
-            )
+        if self.optimizer is not None:
+            swap_weights(self.optimizer, average=True)
 
     def post_validate(self, model, stats, agg):
         """Hands the validation loss of an epoch's end, on the first of ``--valid-subset``, to the optimizer.
@@ -303,10 +287,26 @@ class BpttLanguageModelingTask(LanguageModelingTask):
         if not math.isfinite(loss):
             raise UserError(f"the validation loss is {loss} in epoch {self.epoch}: {AFTER_DIVERGENCE}")
         self.validations += 1
-        if self.nt_asgd and self.epoch_ended and self.validations == 1:
-            self.nt_asgd.end_epoch(loss)
+        nt_asgd = find_nt_asgd(self.optimizer)
+        if nt_asgd and self.epoch_ended and self.validations == 1:
+            nt_asgd.end_epoch(loss)
 
     # ------------------------------------------------------------------------------------------- checkpoints
+
+    def begin_save(self, model, optimizer):
+        """What every process does before the first one saves (fairseq_compat.prepare_every_process_for_a_checkpoint).
+
+        Puts the average of ``nt_asgd`` into the model, validated or not, and collects the hidden states of all.
+        """
+        swap_weights(optimizer, average=True)
+        if self.epoch_ended:  # the next one starts from zeros
+            self.states_of_all = []
+            return
+        self.states_of_all = [self.training_states(model)]
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.states_of_all *= distributed_utils.get_data_parallel_world_size()
+            group = distributed_utils.get_data_parallel_group()
+            torch.distributed.all_gather_object(self.states_of_all, self.states_of_all[0], group=group)
 
     def training_states(self, model):
         names = (self.args.train_subset, f"{self.args.train_subset}:")
@@ -317,10 +317,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
         }
 
     def get_checkpoint_dict(self):
-        states = []
-        if not self.epoch_ended and self.model is not None:
-            states = self.states_of_all or [self.training_states(self.model)]
-        return {type(self).__name__: {"hidden_states": states}}
+        return {type(self).__name__: {"hidden_states": self.states_of_all}}
 
     def set_checkpoint_dict(self, state_dict):
         states = state_dict["hidden_states"]
