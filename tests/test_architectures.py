@@ -28,6 +28,7 @@ ALL_OPTIONS = {
     "output_layer": "mixtape",
     "num_components": 3,
     "output_embed_dim": 12,
+    "context_scale": 2.5,
     "context_dropout": 0.15,
     "locked_context_dropout": True,
     "gate_dim": 5,
@@ -54,7 +55,7 @@ def test_defaults_reach_the_layer(data):
 
 
 def test_every_option_reaches_the_layer(data):
-    assert set(ALL_OPTIONS) == set(OutputLayerConfig.__dataclass_fields__) - {"_name"}
+    assert set(ALL_OPTIONS) == set(OutputLayerConfig.__dataclass_fields__)
     assert all(value != getattr(OutputLayerConfig(), name) for name, value in list(ALL_OPTIONS.items())[1:])
     given = []
     for name, value in ALL_OPTIONS.items():
