@@ -95,9 +95,10 @@ def test_translation(folder, capsys, tmp_path):
     rows, notes = table_of(printed.out)
     assert rows[0] == {
         "training": "whole", "layer": "mixtape-4", "seed": "7", "updates": "548", "epochs": "2", "ended": "yes",
-        "parameters": "5,472,793", "valid ppl": "63.25", "test ppl": "6.22", "BLEU 13a": "34.98", "BLEU intl": "33.50",
+        "parameters": "5,472,793", "train ppl": "6.17", "valid ppl": "63.25", "test ppl": "6.22", "BLEU 13a": "34.98",
+        "BLEU intl": "33.50",
         "BLEU 13a lower-cased": "not run", "BLEU tokenized": "not run", "BLEU tokenized, compounds split": "35.25",
-        "chrF": "57.96", "tokens/s": "1,050", "wall time": "1 h 57 min", "commit": "3be862a",
+        "chrF": "57.96", "tokens/s": "1,050", "s an epoch": "440", "wall time": "1 h 57 min", "commit": "3be862a",
     }  # fmt: skip
     names = ("layer", "seed", "epochs", "ended", "valid ppl", "test ppl", "chrF", "wall time")
     values = ["softmax", "8", "1", "no", "190.00", "not run", "not run", "1 min"]
