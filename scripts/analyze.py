@@ -285,13 +285,9 @@ def parse_args(argv):
 
 def check(args):
     """Raises UserError for the first mistake; names the folders, by their paths where two have one name."""
-    allowed = {
-        "contexts": "at least 2", "batch_size": "at least 1", "top": "at least 1", "random": "0 or more",
-        "search_count": "at least 1",
-    }  # fmt: skip
-    given = {name: (getattr(args, name, None), what) for name, what in allowed.items()}
-    least = {"contexts": 2, "random": 0}
-    check_values(args, {name: (v is None or v >= least.get(name, 1), what) for name, (v, what) in given.items()})
+    for name, least in {"contexts": 2, "batch_size": 1, "top": 1, "random": 0, "search_count": 1}.items():
+        value = getattr(args, name, None)
+        check_values(args, {name: (value is None or value >= least, f"at least {least}")})
     for folder in args.folders:
         find_checkpoint(folder, args.checkpoint)
         if not os.access(folder, os.W_OK):

@@ -66,7 +66,7 @@ def draw_hits(path, hits: dict, groups: dict, k: int) -> None:
     """
     plt = pyplot()
     columns = sum(map(len, groups.values()))
-    figure, axes = plt.subplots(figsize=(3.5 + 0.42 * columns, 2.4 + 0.35 * len(hits)), constrained_layout=True)
+    figure, axes = plt.subplots(figsize=(max(3.5 + 0.42 * columns, 6), 2 + 0.35 * len(hits)), constrained_layout=True)
     grid = np.array([[hit for title in groups for hit in rows[title]] for rows in hits.values()], dtype=float)
     axes.imshow(grid, cmap="Greens", vmin=0, vmax=1.6, aspect="auto")
     axes.set_yticks(range(len(hits)), [f"{name}: {int(row.sum())}" for name, row in zip(hits, grid)])
@@ -77,11 +77,12 @@ def draw_hits(path, hits: dict, groups: dict, k: int) -> None:
     axes.tick_params(which="both", length=0)
     begin = 0
     for title, labels in groups.items():
-        axes.text(begin + len(labels) / 2 - 0.5, -0.65, title, ha="center", va="bottom", fontsize=8)
+        place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom", "fontsize": 8}
+        axes.text(begin + len(labels) / 2 - 0.5, 1.02, title, **place)
         begin += len(labels)
         if begin < columns:
             axes.axvline(begin - 0.5, color="k", linewidth=1)
-    axes.set_title(f"positions (line:word) whose word is among the {k} likeliest, and how many", fontsize=10, pad=22)
+    figure.suptitle(f"positions (line:word) whose word is among the {k} likeliest, and how many", fontsize=10)
     save(plt, figure, path)
 
 
@@ -97,6 +98,8 @@ def draw_similarity(path, results: dict) -> None:
     for number, (name, found) in enumerate(results.items()):
         shift = (number - (len(results) - 1) / 2) * 0.7 / len(results)
         rated = [(at + shift, found[s]) for at, s in enumerate(sets) if found[s].rho is not None]
+        if not rated:
+            continue
         errors = [
             [max(r.rho - r.interval[0], 0) for _, r in rated],
             [max(r.interval[1] - r.rho, 0) for _, r in rated],
@@ -105,12 +108,8 @@ def draw_similarity(path, results: dict) -> None:
         axes.errorbar(at, [r.rho for _, r in rated], errors, fmt="o", markersize=4, linewidth=1, label=name)
     axes.axhline(0, color="k", linewidth=0.8)
     pairs = next(iter(results.values()))
-    axes.set_xticks(
-        range(len(sets)),
-        [f"{name.replace('EN-', '')}\n({pairs[name].pairs})" for name in sets],
-        rotation=45,
-        ha="right",
-    )
+    labels = [f"{name[3:] if name.startswith('EN-') else name}\n({pairs[name].pairs})" for name in sets]
+    axes.set_xticks(range(len(sets)), labels, rotation=45, ha="right")
     axes.set(ylabel="Spearman's ρ", title="word similarity, with 95% bootstrap intervals (pairs in the dictionary)")
     axes.grid(alpha=0.3, axis="y")
     axes.legend()

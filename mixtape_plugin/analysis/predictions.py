@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Callable, Iterator
 
@@ -108,7 +109,7 @@ def where_better(predictions: Predictions, others: Predictions, count: int) -> l
 
 def line_of(text: Text, index: int) -> tuple:
     """Line and word of a context, both from 0."""
-    line = int(torch.searchsorted(torch.tensor(text.starts), index, right=True)) - 1
+    line = bisect_right(text.starts, index) - 1
     return line, index - text.starts[line]
 
 
