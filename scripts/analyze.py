@@ -58,12 +58,12 @@ def estimate(contexts, tokens, where):
             f"the rank of {contexts:,} contexts × {tokens:,} tokens takes {need / 1e9:.1f} GB for the Gram matrix, and "
             f"{max(free, 0) / 1e9:.1f} GB are free: " + (f"--contexts {fits} fits" if fits else "free some memory")
         )
-    sums, eigenvalues = rank.gram_flops(contexts, tokens)
+    sums, eigenvalues = rank.gram_flops(contexts, tokens)  # the latter at about a third of the speed
     a = torch.rand(1024, 1024, dtype=torch.float64, device=where)
     a.mm(a).sum().item()  # the first call is slower
     start = time.perf_counter()
     a.mm(a).sum().item()
-    minutes = (sums + 6 * eigenvalues) * (time.perf_counter() - start) / (2 * 1024**3) / 60
+    minutes = (sums + 3 * eigenvalues) * (time.perf_counter() - start) / (2 * 1024**3) / 60
     print(
         f"{contexts:,} contexts × {tokens:,} tokens: {need / 1e9:.2g} GB, {sums + eigenvalues:.2g} floating-point "
         f"operations, about {f'{minutes:.0f}' if minutes >= 1 else 'one'} minute(s) at this machine's present speed "
