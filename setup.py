@@ -22,6 +22,7 @@ setup(
         "matplotlib",
         "sacrebleu",
         "sacremoses",
+        "scipy",
         "sentencepiece",
         "subword-nmt",
         "tqdm",
@@ -33,7 +34,6 @@ setup(
             "pytest",
             "pytest-xdist",
             "ruff==0.17.5",
-            "scipy",
             # torch with CUDA brings its own; without, Triton's interpreter runs the GPU kernels' tests
             f'triton>=3.3; sys_platform == "linux" and platform_machine == "x86_64" and {FIXED}',
         ]

@@ -308,6 +308,26 @@ def test_embedding_dropout_drops_whole_rows_of_the_input_alone():
     assert torch.equal(layers[0][0], table[tokens])
 
 
+def test_embedding_noise_is_normal_and_in_training_alone():
+    """e_t + S·Normal(0, 1), another draw at every position; and no draw at all without it."""
+    model = sharpen(build("softmax", "--embedding-noise 0.15", vocab_size=200))
+    tokens = torch.arange(200).repeat(20).view(40, 100)
+    table = model.decoder.embed_tokens.weight
+    _, _, layers = trace(model.train(), tokens)
+    noise = (layers[0][0] - table[tokens]).detach()
+    assert noise.std().item() == pytest.approx(0.15, rel=0.05) and abs(noise.mean()) < 0.01
+    assert (noise.abs() < 0.15).double().mean().item() == pytest.approx(0.683, abs=0.02)
+    assert len(noise.unique()) == noise.numel()
+    _, _, layers = trace(model.eval(), tokens)
+    assert torch.equal(layers[0][0], table[tokens])
+    model.decoder.embedding_noise = 0.0
+    state = torch.get_rng_state()
+    _, _, layers = trace(model.train(), tokens)
+    assert torch.equal(layers[0][0], table[tokens]) and torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(UserError, match="--embedding-noise -1.0 is not allowed: 0 or more"):
+        build("softmax", "--embedding-noise -1")
+
+
 def weight_masks(model, features):
     """The factors on the hidden-to-hidden matrices: entries dropped are those with no gradient."""
     weights = [layer.weight_hh for layer in model.decoder.layers]

@@ -5,80 +5,18 @@ import json
 
 import pytest
 from recipes import load_script
+from training_logs import DONE, SCORES, TIME, epoch, start, table_of, write_folder
 
 from mixtape_plugin.analysis.results import collect, log_records, validation_curve
 from mixtape_plugin.errors import UserError
 
 collect_results = load_script("collect_results")
 
-TIME = "2026-01-02 03:04:05 | INFO | "
-LAYERS = {"softmax": "output_layer='softmax', num_components=4", "mixtape": "num_components=4, output_layer='mixtape'"}
-
-
-def start(layer="mixtape", seed=7, task="translation", parameters="5,472,793", command="examples/multi30k/train.sh"):
-    """The beginning of train.log, as train.sh and fairseq-train write it."""
-    return (
-        f"train.sh: commit 3be862a, command {command} {layer} --seed {seed}\n"
-        f"{TIME}fairseq_cli.train | {{'common': {{'_name': None, 'seed': {seed}, 'cpu': False}}, 'dataset': "
-        f"{{'fixed_validation_seed': None}}, 'model': Namespace(task='{task}', {LAYERS[layer]}, seed={seed})}}\n"
-        f"{TIME}fairseq_cli.train | num. shared model params: {parameters} (num. trained: {parameters})\n"
-        f"{TIME}fairseq_cli.train | num. expert model params: 0 (num. trained: 0)\n"
-    )
-
-
-def epoch(number, updates, ppl, wps=1000, wall=60):
-    """One epoch of a log, with --log-format simple."""
-    inner = (
-        f"loss=11.829, nll_loss=11.803, ppl=3573.49, wps={wps}, ups=0.61, wpb=1868.2, bsz=107, "
-        f"num_updates={updates - 4}, lr=5e-05, gnorm=0.733, train_wall=82, wall={wall - 9}"
-    )
-    valid = (
-        f"valid on 'valid' subset | loss 9 | nll_loss 8.5 | ppl {ppl} | wps 5412.8 | wpb 695.8 | bsz 10 | "
-        f"num_updates {updates} | best_loss 8.2"
-    )
-    train = (
-        "loss 3.926 | nll_loss 2.624 | ppl 6.17 | wps 1125.2 | ups 0.61 | wpb 1843.9 | bsz 105.8 | "
-        f"num_updates {updates} | lr 0.000551485 | gnorm 0.828 | train_wall 440 | wall {wall}"
-    )
-    return (
-        f"{TIME}train_inner | epoch {number:03d}:     50 / 274 {inner}\n"
-        f"{TIME}valid | epoch {number:03d} | {valid}\n"
-        f"{TIME}train | epoch {number:03d} | {train}\n"
-    )
-
-
-DONE = f"{TIME}fairseq_cli.train | done training in 6084.6 seconds\n"
-SCORES = [
-    {"metric": "BLEU 13a", "score": 34.9812, "signature": "nrefs:1|tok:13a", "preprocessing": None},
-    {"metric": "BLEU intl", "score": 33.5, "signature": "nrefs:1|tok:intl", "preprocessing": None},
-    {"metric": "BLEU tokenized, compounds split", "score": 35.25, "signature": "tok:none", "preprocessing": "Moses"},
-    {"metric": "chrF", "score": 57.96, "signature": "nc:6", "preprocessing": None},
-]
-
 
 @pytest.fixture
 def folder(tmp_path):
     """A function that writes files into a new folder."""
-
-    def write(name="run", **files):
-        path = tmp_path / name
-        path.mkdir()
-        for file, content in files.items():
-            content = content if isinstance(content, bytes) else content.encode()
-            (
-                path / file.replace("__", "-").replace("_log", ".log").replace("_txt", ".txt").replace("_json", ".json")
-            ).write_bytes(content)
-        return path
-
-    return write
-
-
-def table_of(printed):
-    """The rows of the Markdown table as dictionaries, and what follows it."""
-    lines = printed.splitlines()
-    cells = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in lines if line.startswith("|")]
-    assert all(len(row) == len(cells[0]) for row in cells) and set(cells[1]) == {"---"}
-    return [dict(zip(cells[0], row)) for row in cells[2:]], lines[len(cells) :]
+    return lambda name="run", **files: write_folder(tmp_path / name, **files)
 
 
 def test_translation(folder, capsys, tmp_path):
@@ -95,9 +33,10 @@ def test_translation(folder, capsys, tmp_path):
     rows, notes = table_of(printed.out)
     assert rows[0] == {
         "training": "whole", "layer": "mixtape-4", "seed": "7", "updates": "548", "epochs": "2", "ended": "yes",
-        "parameters": "5,472,793", "valid ppl": "63.25", "test ppl": "6.22", "BLEU 13a": "34.98", "BLEU intl": "33.50",
+        "parameters": "5,472,793", "train ppl": "6.17", "valid ppl": "63.25", "test ppl": "6.22", "BLEU 13a": "34.98",
+        "BLEU intl": "33.50",
         "BLEU 13a lower-cased": "not run", "BLEU tokenized": "not run", "BLEU tokenized, compounds split": "35.25",
-        "chrF": "57.96", "tokens/s": "1,050", "wall time": "1 h 57 min", "commit": "3be862a",
+        "chrF": "57.96", "tokens/s": "1,050", "s an epoch": "440", "wall time": "1 h 57 min", "commit": "3be862a",
     }  # fmt: skip
     names = ("layer", "seed", "epochs", "ended", "valid ppl", "test ppl", "chrF", "wall time")
     values = ["softmax", "8", "1", "no", "190.00", "not run", "not run", "1 min"]

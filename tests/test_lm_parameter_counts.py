@@ -63,6 +63,18 @@ def test_mos_on_penn_treebank_by_number_of_components(num_components, count):
 @pytest.mark.parametrize(
     "arch, sizes, count",
     [
+        ("awd_lstm_lm_ptb_mos", {"embed_dim": 280, "hidden_sizes": "960,960,280"}, 17_535_200),
+        ("awd_lstm_lm_ptb", {"embed_dim": 340, "hidden_sizes": "960,960,340"}, 17_560_880),
+    ],
+)
+def test_equal_parameters(arch, sizes, count):
+    """Table 5 of Parthiban et al.: MoS-15 and a wider softmax."""
+    assert count_parameters(build(arch, PTB, **sizes)) == count
+
+
+@pytest.mark.parametrize(
+    "arch, sizes, count",
+    [
         ("awd_lstm_lm_text8", {}, 8_424_475),
         ("awd_lstm_lm_text8_mos7", {}, 8_448_517),
         ("awd_lstm_lm_text8_mos10", {}, 8_432_711),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from pathlib import Path
@@ -13,10 +14,13 @@ from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayer
 NOT_RUN, UNREADABLE, UNKNOWN = "not run", "unreadable", "unknown"
 NUMBER = r"([-+]?\d[\d.]*(?:e[-+]?\d+)?|inf|nan)"
 
-COMMON = ("training", "layer", "seed", "updates", "epochs", "ended", "parameters", "valid ppl", "test ppl")
+COMMON = ("training", "layer", "seed", "updates", "epochs", "ended", "parameters", "train ppl", "valid ppl", "test ppl")
+BITS = ("train bits/character", "valid bits/character", "test bits/character")
 LANGUAGE_MODEL = ("cache pointer", "dynamic evaluation")
 TRANSLATION = ("BLEU 13a", "BLEU intl", "BLEU 13a lower-cased", "BLEU tokenized", "chrF")
-RUN = ("tokens/s", "wall s", "commit")
+RUN = ("tokens/s", "s an epoch", "wall s", "commit")
+# What scripts/analyze.py leaves in a training's folder: the figures that are columns are under "columns".
+ANALYSES = ("rank.json", "predictions.json", "similarity.json")
 
 # File of a training's folder -> what it holds under which name; the last that evaluate.sh wrote counts.
 TEXTS = {
@@ -26,6 +30,7 @@ TEXTS = {
     "cache_pointer.txt": {"cache pointer": rf"perplexity with cache {NUMBER}\b"},
     "dynamic_evaluation.txt": {"dynamic evaluation": rf"dynamic perplexity {NUMBER}\b"},
 }
+LAST_UPDATES = 4000  # over which Yang et al. 2018 average the train perplexity on One Billion Word
 
 
 def log_records(text: str):
@@ -79,6 +84,23 @@ def last(pattern: str, text: str) -> str | None:
     return found[-1] if found else None
 
 
+def train_perplexity(records, several_shards: bool) -> float | None:
+    """Perplexity in training, with dropout, as fairseq logs it: of the epoch of the best validation.
+
+    Of a training on several shards, whose epochs are one shard each, of the last 4,000 updates: the geometric mean of
+    what was logged, the same as of their mean loss where lines are of equally many tokens.
+    """
+    if several_shards:
+        inner = [r for name, r in records if name == "train_inner" and {"ppl", "num_updates"} <= {*r}]
+        last_update = max((r["num_updates"] for r in inner), default=0)
+        kept = [r["ppl"] for r in inner if r["num_updates"] > last_update - LAST_UPDATES]
+        return statistics.geometric_mean(kept) if kept else None
+    valid = [(r["ppl"], r["epoch"]) for name, r in records if name == "valid" and {"ppl", "epoch"} <= {*r}]
+    train = {r["epoch"]: r["ppl"] for name, r in records if name == "train" and {"ppl", "epoch"} <= {*r}}
+    best = min((v for v in valid if v[1] in train), default=None)
+    return train[best[1]] if best else None
+
+
 def from_log(text: str) -> dict:
     """The columns that train.log has. A training that was resumed is one, whose last start counts."""
     row = {"ended": "yes" if re.search(r"done training in [\d.]+ seconds\n\Z", text) else "no"}
@@ -107,8 +129,11 @@ def from_log(text: str) -> dict:
     row["updates"] = max(map(int, values("num_updates", "train_inner", "train", "valid")), default=None)
     row["epochs"] = max(map(int, values("epoch", "train")), default=None)  # those that were trained whole
     row["valid ppl"] = min(values("ppl", "valid"), default=None)
+    row["train ppl"] = train_perplexity(records, ":" in (last(r"[( ]data='([^']*)'", text) or ""))
     speeds = values("wps", "train_inner") or values("wps", "train")
     row["tokens/s"] = statistics.median(speeds) if speeds else None
+    epochs = values("train_wall", "train")  # without validation and saving
+    row["s an epoch"] = statistics.median(epochs) if epochs else None
     row["wall s"] = max(values("wall", "train_inner", "train"), default=None)  # fairseq adds up a resumed training's
     return row
 
@@ -161,6 +186,20 @@ def collect(folder) -> tuple:
         except (ValueError, TypeError, KeyError):
             row.update((column, UNREADABLE) for column in TRANSLATION)
             damaged.append(f"{folder}/score.json is no list of scores")
+    if any(isinstance(row.get(name), float) for name in BITS) and row["train ppl"]:
+        row["train bits/character"] = math.log2(row["train ppl"])
+    for name in ANALYSES:
+        found = read(folder / name)
+        if found is None:
+            continue
+        try:
+            columns = {str(column): value for column, value in json.loads(found)["columns"].items()}
+            if not all(isinstance(value, (int, float)) for value in columns.values()):
+                raise ValueError
+            row["analyses"] = {**row.get("analyses", {}), **columns}
+            row.update(columns)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            damaged.append(f"{folder}/{name} holds no figures of scripts/analyze.py")
     return row, damaged
 
 
@@ -169,14 +208,14 @@ def columns_of(rows) -> list:
     scores = [key[: -len(" signature")] for row in rows for key in row if key.endswith(" signature")]
     translation = [row for row in rows if row.get("task") == "translation" or any(name in row for name in TRANSLATION)]
     columns = [*COMMON]
-    if any("test bits/character" in row or "valid bits/character" in row for row in rows):
-        columns += ["valid bits/character", "test bits/character"]
+    if any(name in row for row in rows for name in BITS):
+        columns += BITS
     if len(translation) < len(rows):
         columns += LANGUAGE_MODEL
     if translation:
         bleu = dict.fromkeys([*TRANSLATION[:-1], *(name for name in scores if name != TRANSLATION[-1])])
         columns += [*bleu, TRANSLATION[-1]]
-    return [*columns, *RUN]
+    return [*columns, *dict.fromkeys(name for row in rows for name in row.get("analyses", ())), *RUN]
 
 
 def cell(column: str, value) -> str:
@@ -190,8 +229,20 @@ def cell(column: str, value) -> str:
         return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min" if minutes else f"{value:.0f} s"
     if isinstance(value, int):
         return f"{value:,}"
-    digits = 4 if column.endswith("/character") else 0 if column == "tokens/s" else 2
-    return f"{value:,.{digits}f}"
+    return f"{value:,.{digits(column)}f}"
+
+
+def digits(column: str) -> int:
+    """How many decimals a column's values have."""
+    if column.endswith("/character"):
+        return 4
+    return {"tokens/s": 0, "s an epoch": 0, "KLD": 3, "similarity": 3}.get(column, 2)
+
+
+def table(header, lines) -> str:
+    """A Markdown table of strings."""
+    rows = [header, ["---"] * len(header), *lines]
+    return "".join("| " + " | ".join(value.replace("|", "\\|") for value in row) + " |\n" for row in rows)
 
 
 def markdown(rows) -> str:
@@ -199,8 +250,7 @@ def markdown(rows) -> str:
     columns = columns_of(rows)
     names = ["wall time" if column == "wall s" else column for column in columns]
     several = len({row["folder"] for row in rows}) > 1
-    lines = [names, ["---"] * len(names), *([cell(column, row.get(column)) for column in columns] for row in rows)]
-    text = "".join("| " + " | ".join(value.replace("|", "\\|") for value in line) + " |\n" for line in lines)
+    text = table(names, ([cell(column, row.get(column)) for column in columns] for row in rows))
     notes = []
     for column in columns:
         signatures = {}

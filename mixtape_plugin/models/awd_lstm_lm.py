@@ -39,6 +39,9 @@ class AWDLSTMConfig(OutputLayerConfig):
     input_dropout: float = field(default=0.4, metadata={"help": "dropouti: locked dropout on the embedded input"})
     hidden_dropout: float = field(default=0.25, metadata={"help": "dropouth: locked dropout between layers"})
     embedding_dropout: float = field(default=0.1, metadata={"help": "dropoute: dropout of whole words from the input"})
+    embedding_noise: float = field(
+        default=0.0, metadata={"help": "standard deviation of normal noise on the embedded input in training"}
+    )
     weight_dropout: float = field(default=0.5, metadata={"help": "dropout on the hidden-to-hidden matrices"})
 
 
@@ -57,6 +60,7 @@ def check_options(args):
     """Raises UserError for the first of the network's options whose value is not allowed."""
     rates = ("dropout", "input_dropout", "hidden_dropout", "embedding_dropout", "weight_dropout")
     allowed = {name: (0 <= getattr(args, name) < 1, "from 0 to less than 1") for name in rates}
+    allowed["embedding_noise"] = (0 <= args.embedding_noise < float("inf"), "0 or more")
     check_values(args, {"embed_dim": (args.embed_dim >= 1, "at least 1"), **allowed})
 
 
@@ -78,8 +82,8 @@ def check_vocabulary(saved, dictionary, masked_tokens):
 class AWDLSTMDecoder(FairseqIncrementalDecoder):
     """Embedding → LSTM layers with weight drop → output layer.
 
-    Word dropout from the embedding, then locked dropouts (one mask for all time steps) on the embedded input, between
-    the layers and on the last layer's output.
+    Word dropout from the embedding, in training normal noise on it (Parthiban et al. 2021), then locked dropouts (one
+    mask for all time steps) on the embedded input, between the layers and on the last layer's output.
 
     The hidden state is kept here from one segment of a text to the next, under the text's name (``stream``): what
     evaluates a model need not know of it, and validation does not disturb training.
@@ -97,6 +101,7 @@ class AWDLSTMDecoder(FairseqIncrementalDecoder):
         self.input_dropout = args.input_dropout
         self.hidden_dropout = args.hidden_dropout
         self.embedding_dropout = args.embedding_dropout
+        self.embedding_noise = args.embedding_noise
         self.embed_tokens = nn.Embedding(len(dictionary), args.embed_dim)
         self.layers = nn.ModuleList(
             WeightDropLSTM(input_size, hidden_size, args.weight_dropout)
@@ -144,6 +149,8 @@ class AWDLSTMDecoder(FairseqIncrementalDecoder):
             if states is None and not first_segment:
                 logger.warning(f"no hidden state was kept for {stream}: it starts from zeros in the middle of the text")
         x = embed_with_dropout(self.embed_tokens, prev_output_tokens, self.embedding_dropout, self.training)
+        if self.training and self.embedding_noise:  # none is drawn without, so that other trainings stay as they were
+            x = x + self.embedding_noise * torch.randn_like(x)
         if states is None:
             states = [(x.new_zeros(x.size(0), layer.hidden_size),) * 2 for layer in self.layers]
         x = locked_dropout(x, self.input_dropout, self.training)

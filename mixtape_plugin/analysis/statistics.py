@@ -1,0 +1,185 @@
+"""Several trainings: groups that differ in their seed alone, tests between groups, and correlation of two columns."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import statistics
+from dataclasses import dataclass
+
+from scipy import stats
+
+from mixtape_plugin.analysis.results import BITS, NOT_RUN, TRANSLATION, UNKNOWN, columns_of, digits, table
+from mixtape_plugin.errors import UserError
+
+TESTED = ("valid ppl", "test ppl", *BITS[1:], *TRANSLATION)
+NOT_MEASURED = ("training", "layer", "seed", "updates", "ended", "tokens/s", "wall s", "commit")
+
+
+@dataclass
+class Sample:
+    """Mean, sample standard deviation (n − 1; None where n < 2) and n of a column's values in a group."""
+
+    mean: float
+    std: float | None
+    n: int
+
+
+@dataclass
+class Group:
+    """Trainings of equal commands but for --seed and --save."""
+
+    name: str
+    layer: str
+    command: str
+    rows: list
+
+    def sample(self, column: str) -> Sample | None:
+        """None where no training has a finite number there."""
+        values = numbers(self.rows, column)
+        if not values:
+            return None
+        return Sample(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+
+
+def numbers(rows, column: str) -> list:
+    """The finite values of a column."""
+    values = [row.get(column) for row in rows]
+    return [value for value in values if isinstance(value, (int, float)) and abs(value) < float("inf")]
+
+
+def without_seed(command: str) -> list:
+    """The words of a command of train.sh without --seed and --save."""
+    words, skip = [], False
+    for word in shlex.split(command):
+        if not skip and not re.match(r"--(seed|save|save-dir)(=|$)", word):
+            words.append(word)
+        skip = not skip and word in ("--seed", "--save", "--save-dir")
+    return words
+
+
+def groups(rows) -> list:
+    """The trainings by command; one whose command is unknown is a group of its own."""
+    by_command = {}
+    for row in rows:
+        known = row["command"] != UNKNOWN
+        key = tuple(without_seed(row["command"])) if known else (row["folder"],)
+        by_command.setdefault(key, []).append(row)
+    found = []
+    for words, members in by_command.items():
+        layer = members[0]["layer"] or members[0]["training"]
+        found.append(Group(layer, layer, shlex.join(words), members))
+    for group in found:
+        others = [other for other in found if other.layer == group.layer]
+        if len(others) > 1:  # tell them apart by their flags
+            group.name = f"{group.layer}: {' '.join(shlex.split(group.command)[2:]) or 'no flags'}"
+            if sum(other.name == group.name for other in found) > 1:
+                group.name = f"{group.layer}: {group.command}"
+    return found
+
+
+def find_baseline(found, name: str) -> Group:
+    """The one group of this layer (such as softmax, mixtape or mixtape-4); raises UserError for none or several."""
+    matching = [group for group in found if name in (group.name, group.layer, group.layer.rsplit("-", 1)[0])]
+    if len(matching) != 1:
+        names = ", ".join(dict.fromkeys(group.name for group in found))
+        raise UserError(f"--baseline {name} names {len(matching)} groups of trainings: it must be one of {names}")
+    return matching[0]
+
+
+def p_values(first: Sample | None, second: Sample | None) -> tuple:
+    """p of the unpaired two-sided t-test, Student's (equal variances, which Parthiban et al. print) and Welch's.
+
+    None each where a group has fewer than two values, or neither varies.
+    """
+    if None in (first, second) or None in (first.std, second.std) or first.std == second.std == 0:
+        return None, None
+    summary = (first.mean, first.std, first.n, second.mean, second.std, second.n)
+    return tuple(
+        float(stats.ttest_ind_from_stats(*summary, equal_var=equal_variances).pvalue)
+        for equal_variances in (True, False)
+    )
+
+
+def compare(found, baseline: Group | None = None) -> tuple:
+    """A line for each group, as a dictionary, and the number of tests that were made.
+
+    Columns: ``group``, ``n``, ``command``; mean and, with " sd" after the name, standard deviation of what is
+    measured; and of each score against the baseline's "p Student, …" and "p Welch, …".
+    """
+    columns = [name for name in columns_of([row for group in found for row in group.rows]) if name not in NOT_MEASURED]
+    lines, tests = [], 0
+    for group in found:
+        line = {"group": group.name, "n": len(group.rows), "command": group.command}
+        for column in columns:
+            sample = group.sample(column)
+            line[column], line[f"{column} sd"] = (sample.mean, sample.std) if sample else (None, None)
+            if baseline is None or group is baseline or column not in TESTED:
+                continue
+            student, welch = p_values(sample, baseline.sample(column))
+            line[f"p Student, {column}"], line[f"p Welch, {column}"] = student, welch
+            tests += student is not None
+        lines.append(line)
+    return lines, tests
+
+
+def groups_markdown(lines, tests: int, baseline: Group | None = None) -> str:
+    """The lines of :func:`compare` as a Markdown table, without the columns that no group has anything in."""
+    names = dict.fromkeys(name for line in lines for name in line if line[name] is not None)
+    shown = [name for name in names if name != "command" and not name.endswith(" sd")]
+
+    def value(line, name):
+        number = line.get(name)
+        if isinstance(number, str) or name == "n":
+            return str(number)
+        if number is None:
+            return "" if name.startswith("p ") else NOT_RUN
+        if name.startswith("p "):
+            return f"{number:.3g}"
+        deviation = line.get(f"{name} sd")
+        if number == int(number) and not deviation:  # parameters, and what is counted
+            return f"{number:,.0f}"
+        text = f"{number:,.{digits(name)}f}"
+        return text if deviation is None else f"{text} ± {deviation:,.{digits(name)}f}"
+
+    text = table(shown, ([value(line, name) for name in shown] for line in lines))
+    text += "\nMean ± sample standard deviation of n trainings that differ in their seed alone.\n"
+    if baseline:
+        text += (
+            f"p: unpaired two-sided t-test against {baseline.name}, equal variances (Student) and not (Welch); "
+            f"{tests} comparison{'' if tests == 1 else 's'}, of which one in twenty has p < .05 by chance.\n"
+        )
+    return text
+
+
+@dataclass
+class Correlation:
+    """Pearson's r, its two-sided p, and the trainings that it is of."""
+
+    r: float
+    p: float
+    rows: list
+
+
+def correlate(rows, x: str, y: str, within: tuple | None = None) -> Correlation:
+    """Pearson's correlation of two columns, over the trainings that have both.
+
+    Args:
+        within: lowest and highest value of y that counts.
+
+    Raises:
+        UserError: fewer than three trainings have both, or one of the columns does not vary.
+    """
+    known = sorted({name for row in rows for name in row if numbers([row], name)})
+    for name in (x, y):
+        if name not in known:
+            raise UserError(f"--correlate {name} is no column with numbers: these trainings have {', '.join(known)}")
+    both = [row for row in rows if numbers([row], x) and numbers([row], y)]
+    if within:
+        both = [row for row in both if within[0] <= row[y] <= within[1]]
+    if len(both) < 3:
+        raise UserError(f"--correlate {x} {y} needs at least 3 trainings that have both, there are {len(both)}")
+    if any(len(set(numbers(both, name))) == 1 for name in (x, y)):
+        raise UserError(f"--correlate {x} {y} has nothing to show: all trainings have the same value of one of them")
+    found = stats.pearsonr(numbers(both, x), numbers(both, y))
+    return Correlation(float(found[0]), float(found[1]), both)

@@ -1,0 +1,312 @@
+#!/usr/bin/env python3
+"""What trained models know, each from one walk through a text: of language models and of translation models.
+
+    python scripts/analyze.py rank data-bin/ptb checkpoints/ptb.*
+    python scripts/analyze.py predictions data-bin/ptb checkpoints/ptb.* --paper
+    python scripts/analyze.py similarity data-bin/ptb checkpoints/ptb.* --pairs eval-word-vectors
+
+rank         the rank of log P, contexts by tokens, its effective ranks, its singular values, and the mean divergence
+             between the predictions in two contexts
+predictions  the likeliest words of each model at chosen positions, and how often the true one is among them
+similarity   Spearman's correlation of the embeddings' cosines with people's ratings of word pairs
+
+DATA is what fairseq-preprocess wrote; each DIR a folder of train.sh, of which average.pt is read where evaluate.sh
+made one, else checkpoint_best.pt. A translation model reads the true target up to each word (teacher forcing).
+
+Prints Markdown; writes CSV files and a picture into --out, and rank.json, predictions.json or similarity.json into
+each DIR, whose figures scripts/collect_results.py shows as columns.
+"""
+
+import argparse
+import json
+import logging
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+if __name__ == "__main__":  # before fairseq is imported, which sets a level that floods the terminal
+    logging.basicConfig(level=logging.WARNING)
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+
+from mixtape_plugin.analysis import pictures, predictions, rank, word_similarity  # noqa: E402
+from mixtape_plugin.analysis.divergence import PairwiseDivergence  # noqa: E402
+from mixtape_plugin.analysis.files import write_csv, write_whole  # noqa: E402
+from mixtape_plugin.analysis.results import table  # noqa: E402
+from mixtape_plugin.analysis.trained_model import find_checkpoint, load  # noqa: E402
+from mixtape_plugin.benchmarks.measuring import available_memory  # noqa: E402
+from mixtape_plugin.errors import UserError, check_values, print_user_errors  # noqa: E402
+from mixtape_plugin.evaluation.command_line import device, progress_bar  # noqa: E402
+from mixtape_plugin.evaluation.grid_search import make_folder  # noqa: E402
+
+EPSILONS = (1e-3, 1e-4, 1e-5)
+RESERVE = 2**29  # bytes for the model and what it works with
+
+
+# ------------------------------------------------------------------------------------------------------ rank
+
+
+def estimate(contexts, tokens, where):
+    """Says what the rank will take; raises UserError where it does not fit into memory."""
+    need, free = rank.gram_bytes(contexts, tokens, where), available_memory(where) - RESERVE
+    if need > free:
+        fits = next((n for n in fitting(contexts) if rank.gram_bytes(n, tokens, where) <= free), 0)
+        raise UserError(
+            f"the rank of {contexts:,} contexts × {tokens:,} tokens takes {need / 1e9:.1f} GB for the Gram matrix, and "
+            f"{max(free, 0) / 1e9:.1f} GB are free: " + (f"--contexts {fits} fits" if fits else "free some memory")
+        )
+    sums, eigenvalues = rank.gram_flops(contexts, tokens)  # the latter at about a third of the speed
+    a = torch.rand(1024, 1024, dtype=torch.float64, device=where)
+    a.mm(a).sum().item()  # the first call is slower
+    start = time.perf_counter()
+    a.mm(a).sum().item()
+    minutes = (sums + 3 * eigenvalues) * (time.perf_counter() - start) / (2 * 1024**3) / 60
+    print(
+        f"{contexts:,} contexts × {tokens:,} tokens: {need / 1e9:.2g} GB, {sums + eigenvalues:.2g} floating-point "
+        f"operations, about {f'{minutes:.0f}' if minutes >= 1 else 'one'} minute(s) at this machine's present speed "
+        "beside the model's own",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def fitting(contexts):
+    """1, 2 and 5 times powers of ten below a number, descending."""
+    return sorted((m * 10**e for m in (1, 2, 5) for e in range(2, 10) if m * 10**e < contexts), reverse=True)
+
+
+def analyze_rank(args, folder, name):
+    """The row of a table and the singular values of a folder's model."""
+    start, where = time.perf_counter(), device(args)
+    trained = load(folder, args.data, args.checkpoint, where)
+    contexts, tokens = len(trained.read(args.subset)), trained.tokens
+    if args.contexts and args.contexts > contexts:
+        raise UserError(f"--contexts {args.contexts} is not allowed: the text has {contexts}")
+    contexts = args.contexts or contexts
+    estimate(contexts, tokens, where)
+    gram, divergence, nll, seen = rank.Gram(contexts, tokens, where), PairwiseDivergence(), 0.0, 0
+    with progress_bar(name, contexts) as bar:
+        for log_probs, targets in trained.log_probs(args.subset, args.batch_size):
+            log_probs, targets = log_probs[: contexts - seen], targets[: contexts - seen]
+            nll -= log_probs.gather(-1, targets.unsqueeze(-1)).double().sum().item()
+            log_probs = trained.possible(log_probs)
+            gram.add(log_probs)
+            divergence.add(log_probs)
+            seen += len(targets)
+            bar.update(len(targets))
+            if seen == contexts:
+                break
+        checkpoint = trained.checkpoint.name
+        del trained, log_probs
+        bar.set_postfix_str("singular values")
+        sigma = gram.singular_values()
+    columns = {"rank": rank.press_rank(sigma, contexts, tokens)}
+    columns.update(
+        {f"rank {epsilon:.0e}".replace("e-0", "e-"): rank.effective_rank(sigma, epsilon) for epsilon in EPSILONS}
+    )
+    columns["KLD"] = divergence.mean()
+    details = {
+        "checkpoint": checkpoint, "subset": args.subset, "contexts": contexts, "tokens": tokens,
+        "perplexity": math.exp(nll / contexts), "seconds": round(time.perf_counter() - start, 1),
+    }  # fmt: skip
+    write_json(folder / "rank.json", {**details, "columns": columns})
+    return {"training": name, **details, **columns}, sigma.tolist()
+
+
+def run_rank(args):
+    rows, sigma = [], {}
+    for folder, name in args.names.items():
+        row, sigma[name] = analyze_rank(args, folder, name)
+        rows.append(row)
+    indices = range(max(map(len, sigma.values())))
+    write_csv(args.out / "rank.csv", list(rows[0]), rows)
+    write_csv(
+        args.out / "singular_values.csv",
+        ["index", *sigma],
+        ({"index": i + 1, **{name: s[i] for name, s in sigma.items() if i < len(s)}} for i in indices),
+    )
+    marks = {row["training"]: (row["rank"], rank.press_threshold(row["contexts"], row["tokens"])) for row in rows}
+    pictures.draw_singular_values(args.out / "rank.png", sigma, marks)
+    shown = [key for key in rows[0] if key not in ("checkpoint", "subset", "seconds")]
+    print(table(shown, ([text_of(row[key]) for key in shown] for row in rows)), end="")
+
+
+# ----------------------------------------------------------------------------------------------- predictions
+
+
+def run_predictions(args):
+    found, text = {}, None
+    for folder, name in args.names.items():
+        trained = load(folder, args.data, args.checkpoint, device(args))
+        if text is None:
+            text = trained.read(args.subset)
+            groups = chosen(args, text)  # a position that is not in the text, before anything takes time
+            if args.top > trained.tokens:
+                raise UserError(f"--top {args.top} is not allowed: at most {trained.tokens}, the tokens there are")
+        with progress_bar(name, len(text)) as bar:
+            found[name] = predictions.predict(trained, args.subset, args.top, bar.update)
+    if args.search:
+        first, second = (find_name(args, given) for given in args.search)
+        title = f"{first} above {second}"
+        groups[title] = predictions.where_better(found[first], found[second], args.search_count)
+    groups = {title: positions for title, positions in groups.items() if positions}
+
+    rates = predictions.hit_rates(found, text)
+    for title, positions in groups.items():
+        print(f"## {title}\n")
+        for index in positions:
+            print(predictions.side_by_side(found, text, index))
+    print(table(list(rates[0]), ([text_of(value) for value in row.values()] for row in rates)), end="")
+    print(f"\nOf all {len(text):,} positions, in percent: where the true word is the likeliest, among the {args.top}")
+    print("likeliest, and among them where another model's does not have it.")
+
+    write_csv(args.out / "hits.csv", list(rates[0]), rates)
+    if groups:
+        rows = list(predictions.rows(found, text, groups))
+        write_csv(args.out / "predictions.csv", list(rows[0]), rows)
+        right = {name: predictions.hits(p, text.targets).tolist() for name, p in found.items()}
+        pictures.draw_hits(
+            args.out / "predictions.png",
+            {
+                name: {title: [hit[i] for i in positions] for title, positions in groups.items()}
+                for name, hit in right.items()
+            },
+            {title: [predictions.label_of(text, i) for i in positions] for title, positions in groups.items()},
+            args.top,
+        )
+    for folder, row in zip(args.names, rates):
+        columns = {key: value for key, value in row.items() if key.startswith("top-")}
+        details = {"checkpoint": find_checkpoint(folder, args.checkpoint).name, "subset": args.subset}
+        write_json(folder / "predictions.json", {**details, "perplexity": row["perplexity"], "columns": columns})
+
+
+def chosen(args, text):
+    """Title -> positions, of those that need no model."""
+    groups = predictions.paper_positions(text) if args.paper else {}
+    groups["chosen"] = [predictions.index_of(text, position, "--at") for position in args.at]
+    groups["random"] = predictions.random_positions(text, args.random, args.seed) if args.random else []
+    return groups
+
+
+def find_name(args, given):
+    names = [name for folder, name in args.names.items() if given in (name, str(folder), folder.name)]
+    if len(names) != 1:
+        raise UserError(f"--search {given} is none of the folders: {', '.join(args.names.values())}")
+    return names[0]
+
+
+# ------------------------------------------------------------------------------------------------ similarity
+
+
+def run_similarity(args):
+    sets, found = word_similarity.read_folder(args.pairs), {}
+    for folder, name in args.names.items():
+        trained = load(folder, args.data, args.checkpoint)
+        decoder = trained.model.decoder
+        embedding = (trained.layer.weight if args.embedding == "output" else decoder.embed_tokens.weight).detach()
+        dictionary = trained.task.target_dictionary
+        found[name] = {s: word_similarity.similarity(embedding, dictionary, pairs) for s, pairs in sets.items()}
+        rho = {s: result.rho for s, result in found[name].items()}
+        rated = [value for value in rho.values() if value is not None]
+        details = {"checkpoint": trained.checkpoint.name, "embedding": args.embedding, "rho": rho}
+        columns = {"similarity": sum(rated) / len(rated)} if rated else {}
+        write_json(folder / "similarity.json", {**details, "columns": columns})
+    rows = [
+        {
+            "set": s, "training": name, "pairs": result[s].pairs, "skipped": result[s].skipped, "rho": result[s].rho,
+            "low": result[s].interval and result[s].interval[0], "high": result[s].interval and result[s].interval[1],
+        }
+        for s in sets
+        for name, result in found.items()
+    ]  # fmt: skip
+    write_csv(args.out / "similarity.csv", list(rows[0]), rows)
+    pictures.draw_similarity(args.out / "similarity.png", found)
+
+    print(word_similarity.markdown(found), end="")
+
+
+# ---------------------------------------------------------------------------------------------- command line
+
+
+def text_of(value):
+    """A value in a Markdown table."""
+    if isinstance(value, float):
+        return f"{value:,.3f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def write_json(path, value):
+    """Raises UserError where the folder cannot be written to."""
+    try:
+        write_whole(path, lambda part: part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="rank|predictions|similarity")
+    runs = {"rank": run_rank, "predictions": run_predictions, "similarity": run_similarity}
+    for name, function in runs.items():
+        command = commands.add_parser(name)
+        command.set_defaults(run=function)
+        command.add_argument("data", metavar="DATA", help="folder that fairseq-preprocess wrote")
+        command.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders that train.sh wrote")
+        command.add_argument(
+            "--checkpoint", metavar="NAME", help="of each DIR (default: average.pt or checkpoint_best.pt)"
+        )
+        command.add_argument("--out", type=Path, default=Path(f"{name}_run"), help="folder (default: %(default)s)")
+        if name != "similarity":
+            command.add_argument("--subset", default="test", help="split to read (default: %(default)s)")
+            command.add_argument("--cpu", action="store_true", help="use the CPU where there is a GPU, too")
+    command = commands.choices["rank"]
+    command.add_argument("--contexts", type=int, metavar="N", help="the first N contexts alone")
+    command.add_argument(
+        "--batch-size", type=int, metavar="B", help="columns of a text (default: 1) or sentences of a translation (32)"
+    )
+    command = commands.choices["predictions"]
+    command.add_argument("--top", type=int, default=5, metavar="K", help="how many words (default: %(default)s)")
+    command.add_argument("--at", nargs="+", default=[], metavar="LINE:WORD", help="positions, both from 1")
+    command.add_argument("--random", type=int, default=0, metavar="N", help="as many positions, drawn from --seed")
+    command.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+    command.add_argument("--search", nargs=2, metavar=("A", "B"), help="where A's loss is lowest beside B's, two DIRs")
+    command.add_argument("--search-count", type=int, default=6, metavar="N", help="how many (default: %(default)s)")
+    command.add_argument("--paper", action="store_true", help="the 18 positions of the papers in PTB's test text")
+    command = commands.choices["similarity"]
+    command.add_argument("--pairs", required=True, type=Path, metavar="FOLDER", help=".txt files 'word word score'")
+    command.add_argument("--embedding", choices=("input", "output"), default="input", help="default: %(default)s")
+    args = parser.parse_args(argv)
+    check(args)
+    return args
+
+
+def check(args):
+    """Raises UserError for the first mistake; names the folders, by their paths where two have one name."""
+    for name, least in {"contexts": 2, "batch_size": 1, "top": 1, "random": 0, "search_count": 1}.items():
+        value = getattr(args, name, None)
+        check_values(args, {name: (value is None or value >= least, f"at least {least}")})
+    for folder in args.folders:
+        find_checkpoint(folder, args.checkpoint)
+        if not os.access(folder, os.W_OK):
+            raise UserError(f"{folder} cannot be written to, and {args.command}.json belongs there")
+    names = [folder.resolve().name for folder in args.folders]
+    args.names = {folder: name if names.count(name) == 1 else str(folder) for folder, name in zip(args.folders, names)}
+    if getattr(args, "search", None):
+        for given in args.search:
+            find_name(args, given)
+    if args.command == "similarity" and not args.pairs.is_dir():
+        raise UserError(f"--pairs {args.pairs} is no folder: give one of files 'word word score'")
+    make_folder(args.out)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    args.run(args)
+
+
+if __name__ == "__main__":
+    print_user_errors()
+    main()

@@ -1,0 +1,251 @@
+"""Groups of trainings, t-tests against figures that papers print and against scipy on the values, correlations."""
+
+import csv
+import math
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from recipes import load_script
+from scipy import stats
+from training_logs import DONE, epoch, start, table_of, write_folder
+
+from mixtape_plugin.analysis.statistics import Sample, compare, correlate, find_baseline, groups, p_values
+from mixtape_plugin.errors import UserError
+
+collect_results = load_script("collect_results")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A function that writes files into a new folder."""
+    return lambda name="run", **files: write_folder(tmp_path / name, **files)
+
+
+# ----------------------------------------------------------------------------------------------------------- tests
+
+# Parthiban et al. 2021, supplement, table 1: test perplexity of 10 seeds, mean ± standard deviation, and p.
+PTB, WIKITEXT2 = (57.08, 0.10), (64.63, 0.09)
+PRINTED = [
+    (PTB, (57.03, 0.15), 0.392), (PTB, (57.02, 0.13), 0.262), (PTB, (56.81, 0.11), 1.91e-5),
+    (PTB, (54.88, 0.26), 2.02e-15), (WIKITEXT2, (64.35, 0.18), 3.46e-4), (WIKITEXT2, (64.51, 0.13), 2.74e-2),
+    (WIKITEXT2, (64.15, 0.17), 2.98e-7), (WIKITEXT2, (61.97, 0.43), 2.04e-13),
+    ((56.81, 0.11), (56.82, 0.09), 0.826), ((64.15, 0.17), (64.30, 0.17), 0.0641),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("first, second, printed", PRINTED)
+def test_students_test_is_what_the_paper_prints(first, second, printed):
+    """To three digits, from means and deviations of two decimals."""
+    student, welch = p_values(Sample(*first, 10), Sample(*second, 10))
+    assert f"{student:.2e}" == f"{printed:.2e}"
+    assert welch >= student
+
+
+def test_welchs_test_is_another():
+    student, welch = p_values(Sample(*PTB, 10), Sample(54.88, 0.26, 10))
+    assert (f"{student:.1e}", f"{welch:.1e}") == ("2.0e-15", "1.9e-11")
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [(None, Sample(1, 1, 3)), (Sample(1, None, 1), Sample(1, 1, 3)), (Sample(1, 0.0, 2), Sample(2, 0.0, 3))],
+)
+def test_no_test_without_variance(first, second):
+    assert p_values(first, second) == (None, None)
+
+
+# ---------------------------------------------------------------------------------------------------------- groups
+
+
+def row(command, seed, name="x", layer="softmax", **values):
+    row = {"folder": name, "training": name, "layer": layer, "seed": str(seed), "command": command, **values}
+    return {"valid ppl": None, **row}
+
+
+def test_groups_are_of_equal_commands_but_for_seed_and_save():
+    commands = [
+        "examples/ptb/train.sh softmax --seed 1",
+        "examples/ptb/train.sh softmax --lr 20 --seed 1",
+        "examples/ptb/train.sh softmax --save a\\ b --seed 2",
+        "examples/ptb/train.sh softmax",
+        "examples/ptb/train.sh softmax --seed=3 --lr 20",
+        "unknown",
+        "unknown",
+    ]
+    rows = [row(command, n, f"run{n}") for n, command in enumerate(commands)]
+    found = groups(rows)
+    assert [[r["seed"] for r in group.rows] for group in found] == [["0", "2", "3"], ["1", "4"], ["5"], ["6"]]
+    assert [group.name for group in found[:2]] == ["softmax: no flags", "softmax: --lr 20"]
+    assert len({group.name for group in found}) == 4
+
+
+def test_flags_tell_groups_apart_and_layers_name_them():
+    rows = [
+        row("train.sh softmax", 1),
+        row("train.sh mixtape", 1, layer="mixtape-4"),
+        row("train.sh mos", 1, layer="mos-5"),
+    ]
+    found = groups(rows)
+    assert [group.name for group in found] == ["softmax", "mixtape-4", "mos-5"]
+    assert find_baseline(found, "mixtape") is find_baseline(found, "mixtape-4") is found[1]
+    with pytest.raises(UserError) as error:
+        find_baseline(found, "moc")
+    assert str(error.value) == "--baseline moc names 0 groups of trainings: it must be one of softmax, mixtape-4, mos-5"
+    with pytest.raises(UserError, match="--baseline softmax names 2 groups"):
+        find_baseline(groups([*rows, row("train.sh softmax --lr 1", 1)]), "softmax")
+
+
+def test_compare():
+    values = {"softmax": [57.2, 57.0, 57.05], "mos": [55.1, 54.8], "moc": [57.5]}
+    rows = [
+        row(
+            f"train.sh {layer}",
+            n,
+            f"{layer}{n}",
+            layer,
+            **{"test ppl": value, "rank": 400 + n, "valid ppl": "unreadable"},
+        )
+        for layer, of_layer in values.items()
+        for n, value in enumerate(of_layer)
+    ]
+    for r in rows:
+        r["analyses"] = {"rank": r["rank"]}
+    found = groups(rows)
+    (softmax, mos, moc), tests = compare(found, found[0])
+    assert tests == 1
+    assert (mos["n"], mos["test ppl"], mos["rank"]) == (2, pytest.approx(54.95), 400.5)
+    assert mos["test ppl sd"] == pytest.approx(np.std(values["mos"], ddof=1))
+    assert mos["p Student, test ppl"] == pytest.approx(stats.ttest_ind(values["mos"], values["softmax"]).pvalue)
+    welch = stats.ttest_ind(values["mos"], values["softmax"], equal_var=False).pvalue
+    assert mos["p Welch, test ppl"] == pytest.approx(welch)
+    assert moc["test ppl sd"] is None and moc["p Student, test ppl"] is None and moc["valid ppl"] is None
+    assert "p Student, test ppl" not in softmax and "p Student, rank" not in mos
+
+
+# --------------------------------------------------------------------------------------------------- the command line
+
+
+@pytest.fixture
+def trainings(folder):
+    """Three softmax and two mixtape trainings that differ in their seed, the first of which was analyzed."""
+    made = []
+    for layer, ppl in (("softmax", (100, 104, 102)), ("mixtape", (90, 93))):
+        for seed, value in enumerate(ppl, 1):
+            log = start(layer, seed) + epoch(1, 274, 2 * value) + epoch(2, 548, value).replace("6.17", f"{value / 2}")
+            made.append(
+                folder(f"{layer}{seed}", train_log=log + DONE, test__perplexity_txt=f"test nll_loss 1 | ppl {value}\n")
+            )
+    for seed, path in enumerate(made):
+        (path / "rank.json").write_text(f'{{"columns": {{"rank": {400 + seed**2}, "KLD": 4.8765}}}}')
+    return made
+
+
+def test_groups_on_the_command_line(trainings, capsys, tmp_path):
+    collect_results.main([*map(str, trainings), "--baseline", "softmax", "--groups-csv", str(tmp_path / "groups.csv")])
+    first, second = capsys.readouterr().out.split("\n\n", 1)
+    rows, _ = table_of(first)
+    assert (rows[0]["train ppl"], rows[0]["rank"], rows[0]["KLD"], rows[4]["rank"]) == ("50.00", "400", "4.877", "416")
+    (softmax, mixtape), notes = table_of(second)
+    assert softmax["group"] == "softmax" and softmax["n"] == "3" and softmax["test ppl"] == "102.00 ± 2.00"
+    assert (
+        mixtape["test ppl"] == "91.50 ± 2.12"
+        and mixtape["parameters"] == "5,472,793"
+        and mixtape["s an epoch"] == "440"
+    )
+    student = stats.ttest_ind([100, 104, 102], [90, 93]).pvalue
+    assert mixtape["p Student, test ppl"] == f"{student:.3g}" and softmax["p Student, test ppl"] == ""
+    assert (
+        notes[-1].startswith("p: unpaired two-sided t-test against softmax")
+        and "; 2 comparisons, of which" in notes[-1]
+    )
+    with open(tmp_path / "groups.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert float(lines[1]["p Student, test ppl"]) == pytest.approx(student) and lines[0]["p Student, test ppl"] == ""
+    assert lines[1]["command"] == "examples/multi30k/train.sh mixtape" and float(lines[1]["rank sd"]) > 0
+
+
+def test_correlation_on_the_command_line(trainings, capsys, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plt, "close", lambda figure: drawn.append(figure.axes[0]))
+    monkeypatch.chdir(tmp_path)
+    collect_results.main([*map(str, trainings), "--correlate", "rank", "test ppl", "--range", "90", "103"])
+    expected = stats.pearsonr([400, 404, 409, 416], [100, 102, 90, 93])
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == (
+        f"test ppl over rank: Pearson r = {expected[0]:.3f}, p = {expected[1]:.3g}, n = 4 (correlation.png)"
+    )
+    assert (tmp_path / "correlation.png").read_bytes().startswith(b"\x89PNG")
+    points = {c.get_label(): c.get_offsets().tolist() for c in drawn[0].collections}
+    assert points == {"softmax": [[400, 100], [404, 102]], "mixtape-4": [[409, 90], [416, 93]]}
+
+
+@pytest.mark.parametrize(
+    "args, sentence",
+    [
+        (
+            ["--correlate", "rank", "BLEU"],
+            "--correlate BLEU is no column with numbers: these trainings have .*, rank, ",
+        ),
+        (["--correlate", "rank", "KLD"], "--correlate rank KLD has nothing to show: all trainings have the same value"),
+        (
+            ["--correlate", "rank", "test ppl", "--range", "90", "94"],
+            "at least 3 trainings that have both, there are 2",
+        ),
+        (["--range", "1", "2"], "--range .* needs --correlate: name two columns"),
+        (["--correlate", "rank", "test ppl", "--scatter", "a.txt"], "--scatter a.txt is not allowed"),
+    ],
+)
+def test_mistakes(args, sentence, trainings, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=sentence):
+        collect_results.main([*map(str, trainings), *args])
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_correlation_leaves_out_what_is_no_number():
+    rows = [{"a": float(n), "b": n * n} for n in range(4)]
+    rows += [{"a": math.inf, "b": 1}, {"a": "unreadable", "b": 2}, {"b": 3}, {"a": None, "b": 3}]
+    found = correlate(rows, "a", "b")
+    assert found.r == pytest.approx(np.corrcoef(range(4), [0, 1, 4, 9])[0, 1]) and len(found.rows) == 4
+
+
+# -------------------------------------------------------------------------------------------------- train perplexity
+
+
+def test_train_perplexity_is_of_the_best_epoch(folder):
+    log = start() + epoch(1, 10, 80) + epoch(2, 20, 70).replace("6.17", "5.5") + epoch(3, 30, 75)
+    validated = "\n".join(epoch(4, 40, 60).splitlines()[:2]) + "\n"  # and killed before its own line was written
+    row, _ = collect_results.collect(folder(train_log=log + validated))
+    assert row["valid ppl"] == 60 and row["train ppl"] == 5.5
+
+
+def test_train_perplexity_of_shards_is_of_the_last_updates(folder):
+    """4,000 of them, as One Billion Word's is quoted, whatever an epoch is."""
+    log = start(task="bptt_language_modeling").replace("Namespace(", "Namespace(data='a/shard00:a/shard01', ")
+    inner = "2026-01-02 03:04:05 | INFO | train_inner | epoch 001: 5 / 9 loss=1, ppl={}, num_updates={}\n"
+    log += (
+        inner.format(1000, 1000)
+        + inner.format(20, 1200)
+        + inner.format(80, 5000)
+        + epoch(1, 5004, 60).split("\n", 1)[1]
+    )
+    row, _ = collect_results.collect(folder(train_log=log))
+    assert row["train ppl"] == pytest.approx(40)
+
+
+def test_train_bits_of_characters(folder):
+    path = folder(
+        train_log=start(task="bptt_language_modeling") + epoch(1, 5, 3).replace("6.17", "4"),
+        test_txt="test: 5,000 characters, 1.4427 bits a character, perplexity 2.72\n",
+    )
+    row, _ = collect_results.collect(path)
+    assert row["train bits/character"] == 2
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"columns": 3}', '{"columns": {"rank": "x"}}'])
+def test_damaged_analyses(content, folder):
+    path = folder(train_log=start() + epoch(1, 5, 3))
+    (path / "rank.json").write_text(content)
+    row, damaged = collect_results.collect(path)
+    assert "rank" not in row and damaged == [f"{path}/rank.json holds no figures of scripts/analyze.py"]
