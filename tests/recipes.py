@@ -63,8 +63,8 @@ def stub(folder, **scripts):
 
 
 def load_script(name):
-    """scripts/NAME.py as a module."""
-    folder = ROOT / "scripts"
+    """scripts/NAME.py or examples/lib/NAME.py as a module."""
+    (folder,) = [folder for folder in (ROOT / "scripts", ROOT / "examples" / "lib") if (folder / f"{name}.py").exists()]
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))  # as for a script that is run
     spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")

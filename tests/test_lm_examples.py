@@ -452,7 +452,7 @@ def test_train_on_one_billion_word(one_billion, tmp_path):
 
 def run_text(source, text, *args):
     """The script that reads the archive, alone."""
-    script = ROOT / "scripts" / "prepare_one_billion_word.py"
+    script = ROOT / "examples" / "lib" / "prepare_one_billion_word.py"
     done = subprocess.run(
         [sys.executable, str(script), *map(str, (source, text, *args))], stderr=subprocess.PIPE, encoding="utf-8"
     )

@@ -1,4 +1,4 @@
-"""examples/wmt14_en_{de,fr}: train.sh and evaluate.sh, on binarized text made here; and scripts/training.sh."""
+"""examples/wmt14_en_{de,fr}: train.sh and evaluate.sh, on binarized text made here; and examples/lib/training.sh."""
 
 import csv
 import json
@@ -260,7 +260,7 @@ def test_an_update_is_split_without_changing_its_size():
     rng = random.Random(1)
     cases = [(32768, 1, 4096), (32768, 8, 4096), (32768, 16, 4096), (32768, 3, 4096), (32768, 1, 100_000), (100, 7, 1)]
     cases += [(rng.randint(100, 40_000), rng.randint(1, 70), rng.randint(1, 9_000)) for _ in range(200)]
-    script = 'root=$1 usage=; source "$root/scripts/training.sh"; while read -r total count most; do '
+    script = 'root=$1 usage=; source "$root/examples/lib/training.sh"; while read -r total count most; do '
     script += '(split_update "$total" "$count" "$most" 2>/dev/null; echo "$update_freq $max_tokens") || echo; done'
     given = "".join(f"{' '.join(map(str, case))}\n" for case in cases)
     done = subprocess.run(["bash", "-c", script, "train.sh", str(ROOT)], input=given, stdout=subprocess.PIPE, text=True)

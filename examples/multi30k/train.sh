@@ -9,7 +9,7 @@ usage="usage: train.sh softmax|mos|moc|mixtape [--data DIR] [--save DIR] [--seed
   --seed N      default: 1
   --float32     on the CPU, no bfloat16 even where the processor has it"
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/training.sh"
+source "$root/examples/lib/training.sh"
 
 train_options data-bin/multi30k.en-de "softmax mos moc mixtape" "$@"
 seed=${seed:-1}

@@ -8,7 +8,7 @@ usage="usage: train.sh softmax|mos|mixtape [--data DIR] [--save DIR] [--seed N] 
   --save DIR    checkpoints and train.log (default: checkpoints/one_billion_word.LAYER.seedN)
   --seed N      default: 1"
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/training.sh"
+source "$root/examples/lib/training.sh"
 
 train_options data-bin/one_billion_word "softmax mos mixtape" "$@"
 case $layer in softmax) arch=awd_lstm_lm_one_billion ;; *) arch=awd_lstm_lm_one_billion_$layer ;; esac

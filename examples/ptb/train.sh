@@ -11,7 +11,7 @@ usage="usage: train.sh softmax|mos|moc|mixtape [--finetune] [--small] [--float32
   --save DIR    checkpoints and train.log (default: checkpoints/ptb.LAYER.seedN)
   --seed N      default: 141 for softmax, else 28, as in the papers"
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/training.sh"
+source "$root/examples/lib/training.sh"
 
 train_options data-bin/ptb "softmax mos moc mixtape" "$@"
 case $layer in

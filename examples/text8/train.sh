@@ -8,7 +8,7 @@ usage="usage: train.sh softmax|mos7|mos10 [--data DIR] [--save DIR] [--seed N] [
   --save DIR    checkpoints and train.log (default: checkpoints/text8.LAYER.seedN)
   --seed N      default: 1"
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/training.sh"
+source "$root/examples/lib/training.sh"
 
 train_options data-bin/text8 "softmax mos7 mos10" "$@"
 case $layer in softmax) arch=awd_lstm_lm_text8 ;; *) arch=awd_lstm_lm_text8_$layer ;; esac

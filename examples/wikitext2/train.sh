@@ -9,7 +9,7 @@ usage="usage: train.sh softmax|mos|moc|mixtape [--finetune] [--data DIR] [--save
   --save DIR    checkpoints and train.log (default: checkpoints/wikitext2.LAYER.seedN)
   --seed N      default: 1882, as in the papers"
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/training.sh"
+source "$root/examples/lib/training.sh"
 
 train_options data-bin/wikitext2 "softmax mos moc mixtape" "$@"
 case $layer in

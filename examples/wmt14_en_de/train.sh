@@ -4,7 +4,7 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/training.sh"
+source "$root/examples/lib/training.sh"
 
 wmt_options wmt14_en_de data-bin/wmt16_en_de 1024 300000 "$@"
 case $layer in # in millions: parameters, and multiplications a token, of which MoS has K in its output layer

@@ -1,6 +1,6 @@
 # What train.sh and evaluate.sh of all examples share; they source it, with $root set and, except in the two WMT examples, $usage.
 
-source "$root/scripts/recipes.sh"
+source "$root/examples/lib/recipes.sh"
 
 # -------------------------------------------------------------------------------------------------------- options
 
