@@ -145,13 +145,39 @@ def test_precision_on_a_cpu(on_cpu, float32, gpus, tmp_path, monkeypatch, capsys
     monkeypatch.setenv("MIXTAPE_CPUINFO", str(tmp_path / "cpuinfo"))
     torch = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: gpus > 0))
     monkeypatch.setattr(plan_training, "import_torch", lambda: torch)
-    variables = plan_training.cpu_precision(on_cpu, float32)
+    variables = plan_training.cpu_precision(on_cpu, float32, str(tmp_path))
     trains_on_cpu = on_cpu or not gpus
     assert ("export MALLOC_TRIM_THRESHOLD_" in variables) == trains_on_cpu
-    assert variables.get("precision") == (["--bf16"] if trains_on_cpu and not float32 else None)
+    assert variables["precision"] == (["--bf16"] if trains_on_cpu and not float32 else [])
     assert ("in bfloat16" in capsys.readouterr().err) == (trains_on_cpu and not float32)
     monkeypatch.setenv("MIXTAPE_CPUINFO", str(tmp_path / "nowhere"))
-    assert "precision" not in plan_training.cpu_precision(on_cpu, float32)
+    assert plan_training.cpu_precision(on_cpu, float32, str(tmp_path))["precision"] == []
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_training_keeps_its_precision(gpus, tmp_path, monkeypatch):
+    """fairseq refuses to go on with the optimizer of another one."""
+    (tmp_path / "cpuinfo").write_text("flags : avx512_bf16\n")
+    monkeypatch.setenv("MIXTAPE_CPUINFO", str(tmp_path / "cpuinfo"))
+    torch = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: gpus > 0))
+    monkeypatch.setattr(plan_training, "import_torch", lambda: torch)
+    start = "INFO | fairseq_cli.train | {{'common': {{'fp16': False, 'bf16': {}, 'tpu': False}}}}\n"
+    saved = "INFO | fairseq.checkpoint_utils | Saved checkpoint save/checkpoint_last.pt (epoch 1 @ 2 updates)\n"
+    default = [] if gpus else ["--bf16"]
+
+    def precision(*lines, float32=False):
+        (tmp_path / "train.log").write_text("".join(lines))
+        return plan_training.cpu_precision(False, float32, str(tmp_path))["precision"]
+
+    assert precision("begun\n", start.format(False), saved) == default  # no checkpoint is there
+    (tmp_path / "checkpoint_last.pt").write_bytes(b"")
+    assert precision("begun\n", start.format(False)) == default  # none of this training's
+    assert precision(start.format(True), start.format(False), saved, saved, start.format(True)) == []
+    assert precision(start.format(False), start.format(True), saved, start.format(False)) == ["--bf16"]
+    with pytest.raises(
+        ValueError, match=f"--float32 is not for {tmp_path}, which was begun in bfloat16; choose another"
+    ):
+        precision(start.format(True), saved, float32=True)
 
 
 # ------------------------------------------------------------------------------------------------- for the shell

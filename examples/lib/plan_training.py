@@ -170,16 +170,38 @@ def multiplies_in_bfloat16(cpuinfo: str) -> bool:
         return False
 
 
-def cpu_precision(on_cpu: bool, float32: bool) -> Variables:
-    """Of a training on the CPU: bfloat16 where the processor multiplies in it. Nothing where there is a GPU."""
-    if not on_cpu and import_torch().cuda.is_available():
-        return {}
+def began_in_bfloat16(save: str) -> Optional[bool]:
+    """Whether the last start of a training in `save` that saved a checkpoint was, as its log says; None without any."""
+    log, started, saved = Path(save, "train.log"), None, None
+    if Path(save, "checkpoint_last.pt").is_file() and log.is_file():
+        with open(log, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                settings = re.search("'bf16': (True|False)", line)
+                if settings:
+                    started = settings[1] == "True"
+                elif "Saved checkpoint" in line:
+                    saved = started
+    return saved
+
+
+def cpu_precision(on_cpu: bool, float32: bool, save: str) -> Variables:
+    """Of a training on the CPU: bfloat16 where the processor multiplies in it. Nothing where there is a GPU.
+
+    A training that has begun keeps its precision anywhere, without which fairseq does not go on with it; raises
+    ValueError where that is not the one that is asked for.
+    """
+    began = began_in_bfloat16(save)
+    if began and float32:
+        raise ValueError(f"--float32 is not for {save}, which was begun in bfloat16; choose another --save")
+    on_cpu = on_cpu or not import_torch().cuda.is_available()
     # Memory of a step is kept for the next one instead of given back to the system.
-    memory = {"export MALLOC_MMAP_THRESHOLD_": 4 << 30, "export MALLOC_TRIM_THRESHOLD_": 8 << 30}
-    if float32 or not multiplies_in_bfloat16(os.environ.get("MIXTAPE_CPUINFO", "/proc/cpuinfo")):
-        return memory
-    say("on the CPU, in bfloat16, which it multiplies faster; --float32 turns it off")
-    return {"precision": ["--bf16"], **memory}
+    memory = {"export MALLOC_MMAP_THRESHOLD_": 4 << 30, "export MALLOC_TRIM_THRESHOLD_": 8 << 30} if on_cpu else {}
+    if began is None:
+        cpuinfo = os.environ.get("MIXTAPE_CPUINFO", "/proc/cpuinfo")
+        began = on_cpu and not float32 and multiplies_in_bfloat16(cpuinfo)
+    if began and on_cpu:
+        say("on the CPU, in bfloat16, which it multiplies faster; --float32 turns it off")
+    return {"precision": ["--bf16"] if began else [], **memory}
 
 
 # -------------------------------------------------------------------------------------------------- update, estimate
@@ -303,7 +325,7 @@ def plan(recipe: argparse.Namespace, arguments: Sequence[str]) -> Variables:
     if recipe.updates:
         variables.update(plan_update(recipe, options, name, layer, save))
     if "float32" in recipe.options and "--fp16" not in extra:
-        variables.update(cpu_precision(bool(options["cpu"]), bool(options["float32"])))
+        variables.update(cpu_precision(bool(options["cpu"]), bool(options["float32"]), variables["save"]))
     return variables
 
 
