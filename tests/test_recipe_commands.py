@@ -110,7 +110,7 @@ def test_the_second_stage_is_printed_before_the_first_has_ended(venv):
 
 
 # The recipes that train in bfloat16 on a CPU
-@pytest.mark.parametrize("example", ["multi30k", "ptb"])
+@pytest.mark.parametrize("example", ["multi30k", "ptb", "text8", "wikitext2"])
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_bfloat16_on_a_cpu_that_has_it(example, gpus, data, tmp_path):
     (tmp_path / "with").write_text("flags\t\t: fpu avx512_bf16 sse\n")

@@ -10,7 +10,7 @@ layers="
 softmax  --arch awd_lstm_lm_text8
 mos7     --arch awd_lstm_lm_text8_mos7
 mos10    --arch awd_lstm_lm_text8_mos10"
-plan --example text8 --data data-bin/text8 --layers "$layers" -- "$@"
+plan --example text8 --data data-bin/text8 --options float32 --layers "$layers" -- "$@"
 
 # The paper gives the network and that it has no dropout. Optimizer, batch, segment length and epochs are ours.
 fairseq_train "${lstm[@]}" --remove-eos --report-bpc --tokens-per-sample 150 "${layer_flags[@]}" \

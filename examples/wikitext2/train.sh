@@ -14,6 +14,6 @@ softmax  --arch awd_lstm_lm_wikitext2  --seed 1882 --lr 30 --finetune-lr 30 --ba
 mos      --arch awd_lstm_lm_wikitext2_mos $mos
 moc      --arch awd_lstm_lm_wikitext2_moc $mos
 mixtape  --arch awd_lstm_lm_wikitext2_mixtape $mos"
-plan --example wikitext2 --data data-bin/wikitext2 --options finetune --layers "$layers" -- "$@"
+plan --example wikitext2 --data data-bin/wikitext2 --options "finetune float32" --layers "$layers" -- "$@"
 
 fairseq_train "${awd_lstm[@]}" "${layer_flags[@]}"
