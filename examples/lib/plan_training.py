@@ -21,6 +21,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 Options = Dict[str, Union[str, bool, None]]
@@ -136,7 +137,7 @@ def count_gpus(asked: Optional[int], on_cpu: bool, printing: bool) -> Tuple[int,
     if printing and asked:
         return asked, "GPU"
     visible = import_torch().cuda.device_count()
-    if "SLURM_STEP_NODELIST" in os.environ:
+    if os.environ.get("SLURM_STEP_NODELIST"):
         visible *= int(os.environ.get("SLURM_NNODES", 1))
     if not visible:
         say("no GPU is visible, training on the CPU")
@@ -147,7 +148,8 @@ def count_gpus(asked: Optional[int], on_cpu: bool, printing: bool) -> Tuple[int,
     return asked or max(visible, 1), "GPU" if visible else "CPU"
 
 
-def import_torch():
+def import_torch() -> ModuleType:
+    """torch, which takes seconds and is not always needed. Raises ValueError where there is none."""
     try:
         import torch
     except ImportError:
@@ -171,7 +173,7 @@ def multiplies_in_bfloat16(cpuinfo: str) -> bool:
 
 
 def began_in_bfloat16(save: str) -> Optional[bool]:
-    """Whether the last start of a training in `save` that saved a checkpoint was, as its log says; None without any."""
+    """Whether the run that saved the last checkpoint in `save` had --bf16, as its log says; None where none has."""
     log, started, saved = Path(save, "train.log"), None, None
     if Path(save, "checkpoint_last.pt").is_file() and log.is_file():
         with open(log, encoding="utf-8", errors="replace") as lines:
