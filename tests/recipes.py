@@ -62,9 +62,31 @@ def stub(folder, **scripts):
     return folder
 
 
+FAKE_TORCH = """
+import os
+
+class cuda:
+    device_count = staticmethod(lambda: int(os.environ.get("GPUs", 8)))
+    is_available = staticmethod(lambda: cuda.device_count() > 0)
+    get_device_capability = staticmethod(lambda: (int(os.environ.get("CAPABILITY", 9)), 0))
+
+class version:
+    hip = None
+"""
+PRINT = 'printf "%s\\n" "$@"'  # of a stub that prints its arguments, one a line
+
+
+def machine(folder, **scripts):
+    """A stub whose python sees $GPUs GPUs, 8 unless told, of compute capability $CAPABILITY, 9 unless told."""
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "torch.py").write_text(FAKE_TORCH)
+    python = f'PYTHONPATH="{folder}/torch" exec "{sys.executable}" "$@"'
+    return stub(folder, python=python, **scripts)
+
+
 def load_script(name):
-    """scripts/NAME.py as a module."""
-    folder = ROOT / "scripts"
+    """scripts/NAME.py or examples/lib/NAME.py as a module."""
+    (folder,) = [folder for folder in (ROOT / "scripts", ROOT / "examples" / "lib") if (folder / f"{name}.py").exists()]
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))  # as for a script that is run
     spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")

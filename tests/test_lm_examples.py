@@ -20,7 +20,7 @@ from conftest import USER_DIR
 from fairseq import options
 from fairseq.data import Dictionary, data_utils
 from fairseq.tokenizer import tokenize_line
-from recipes import ROOT, load_script, mistake, output, run, stub, write_archive
+from recipes import PRINT, ROOT, load_script, machine, mistake, output, run, stub, write_archive
 
 SPLITS = ("train", "valid", "test")
 
@@ -213,7 +213,7 @@ TINY = TINY.split()
 def flags_of(example, data, tmp_path, *args):
     """What train.sh would hand to fairseq-train, as fairseq reads it."""
     folder = tmp_path / "-".join(map(str, (example, *args))).replace("/", ".")
-    stub(folder, fairseq_train='printf "%s\\n" "$@"')
+    machine(folder, fairseq_train=PRINT)
     header, *lines = output(
         example, "train.sh", *args, "--data", data, "--save", folder / "save", MIXTAPE_VENV=folder
     ).splitlines()
@@ -258,7 +258,7 @@ def test_flags_of_finetuning(example, rates, tmp_path):
         best = folder / "first" / "checkpoint_best.pt"
         best.parent.mkdir(parents=True)
         best.write_bytes(b"")
-        venv = stub(folder, fairseq_train='printf "%s\\n" "$@"')
+        venv = machine(folder, fairseq_train=PRINT)
         flags = ["--finetune", "--data", tmp_path, "--save", best.parent]
         _, *lines = output(example, "train.sh", layer, *flags, MIXTAPE_VENV=venv).splitlines()
         args = options.parse_args_and_arch(options.get_training_parser(), input_args=lines)
@@ -450,7 +450,7 @@ def test_train_on_one_billion_word(one_billion, tmp_path):
 
 def run_text(source, text, *args):
     """The script that reads the archive, alone."""
-    script = ROOT / "scripts" / "prepare_one_billion_word.py"
+    script = ROOT / "examples" / "lib" / "prepare_one_billion_word.py"
     done = subprocess.run(
         [sys.executable, str(script), *map(str, (source, text, *args))], stderr=subprocess.PIPE, encoding="utf-8"
     )

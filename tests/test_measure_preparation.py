@@ -1,4 +1,4 @@
-"""scripts/measure_preparation.py: its texts, and what it sees of a program in stages."""
+"""examples/lib/measure_preparation.py: its texts, and what it sees of a program in stages."""
 
 import subprocess
 import sys
@@ -58,7 +58,7 @@ def test_a_program_that_fails_says_why():
 
 
 def test_a_folder_that_is_there_is_refused(tmp_path):
-    command = [sys.executable, str(measuring.ROOT / "scripts" / "measure_preparation.py"), str(tmp_path)]
+    command = [sys.executable, measuring.__file__, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith(f"measure_preparation.py: {tmp_path} exists already")
     assert list(tmp_path.iterdir()) == []

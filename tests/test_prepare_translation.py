@@ -1,4 +1,4 @@
-"""examples/wmt14_en_{de,fr}/prepare.sh on small archives laid out as the originals; scripts/prepare_parallel.py."""
+"""examples/wmt14_en_{de,fr}/prepare.sh on small archives laid out as the originals; and prepare_parallel.py."""
 
 import gzip
 import hashlib

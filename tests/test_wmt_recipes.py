@@ -1,4 +1,4 @@
-"""examples/wmt14_en_{de,fr}: train.sh and evaluate.sh, on binarized text made here; and scripts/training.sh."""
+"""examples/wmt14_en_{de,fr}: train.sh and evaluate.sh, on binarized text made here."""
 
 import csv
 import json
@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 from unittest import mock
 
 import pytest
@@ -17,7 +16,7 @@ from conftest import run as fairseq
 from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.distributed import utils as distributed
-from recipes import ROOT, lines, load_script, mistake, output, run, stub
+from recipes import PRINT, ROOT, lines, load_script, machine, mistake, output, run, stub
 
 from mixtape_plugin.benchmarks.workloads import SHAPES, multiply_adds
 
@@ -125,13 +124,8 @@ def no_data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def printing(tmp_path_factory):
-    """A fairseq-train that prints its arguments, one a line, and a python that sees $GPUs of them, 8 unless told."""
-    train = 'printf "%s\\n" "$@"'
-    return stub(
-        tmp_path_factory.mktemp("printing") / "venv",
-        fairseq_train=train,
-        python='[[ $* != *device_count* ]] || echo "${GPUs-8}"',
-    )
+    """A fairseq-train that prints its arguments, one a line, on a machine of $GPUs GPUs, 8 unless told."""
+    return machine(tmp_path_factory.mktemp("printing") / "venv", fairseq_train=PRINT)
 
 
 def flags_of(example, no_data, venv, save, *args, **environment):
@@ -222,14 +216,11 @@ def test_more_gpus_than_are_visible(no_data, printing, tmp_path):
 
 
 def test_bf16_only_where_the_gpu_has_it(no_data, printing, tmp_path):
-    venv = shutil.copytree(printing, tmp_path / "venv")
-    stub(tmp_path / "gpu", python="[[ $* = *device_count* ]] && echo 1 || exit $OLD")  # is the GPU too old?
-    shutil.copy(tmp_path / "gpu" / "bin" / "python", venv / "bin")
     flags = ["mixtape", "--gpus", 1, "--bf16", "--data", no_data, "--save", tmp_path / "save"]
     message = "train.sh: --bf16 is not for this GPU, which has no bfloat16; use fairseq-train's --fp16"
-    assert mistake("wmt14_en_de", "train.sh", *flags, MIXTAPE_VENV=venv, OLD=1) == message
+    assert mistake("wmt14_en_de", "train.sh", *flags, MIXTAPE_VENV=printing, CAPABILITY=7) == message
     assert not (tmp_path / "save").exists()
-    assert "\n--bf16\n" in output("wmt14_en_de", "train.sh", *flags, MIXTAPE_VENV=venv, OLD=0)
+    assert "\n--bf16\n" in output("wmt14_en_de", "train.sh", *flags, MIXTAPE_VENV=printing, CAPABILITY=8)
 
 
 @pytest.mark.parametrize("tasks_per_node", [1, 8])
@@ -254,27 +245,6 @@ def test_slurm(tasks_per_node, no_data, printing, tmp_path, monkeypatch):
     assert config.distributed_init_method == "tcp://node1:12345"
     assert (config.distributed_world_size, config.distributed_rank) == (16, 8)
     assert config.distributed_no_spawn == (tasks_per_node == 8)
-
-
-def test_an_update_is_split_without_changing_its_size():
-    rng = random.Random(1)
-    cases = [(32768, 1, 4096), (32768, 8, 4096), (32768, 16, 4096), (32768, 3, 4096), (32768, 1, 100_000), (100, 7, 1)]
-    cases += [(rng.randint(100, 40_000), rng.randint(1, 70), rng.randint(1, 9_000)) for _ in range(200)]
-    script = 'root=$1 usage=; source "$root/scripts/training.sh"; while read -r total count most; do '
-    script += '(split_update "$total" "$count" "$most" 2>/dev/null; echo "$update_freq $max_tokens") || echo; done'
-    given = "".join(f"{' '.join(map(str, case))}\n" for case in cases)
-    done = subprocess.run(["bash", "-c", script, "train.sh", str(ROOT)], input=given, stdout=subprocess.PIPE, text=True)
-    found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert found[:5] == [(8, 4096), (1, 4096), (1, 2048), (3, 3640), (1, 32768)]
-    refused = 0
-    for (total, count, most), split in zip(cases, found):
-        steps = next(n for n in range(1, total + 2) if count * n * most >= total)  # the fewest that suffice
-        if total // (count * steps) == 0:
-            assert split == ()
-            refused += 1
-            continue
-        assert split == (steps, total // (count * steps)) and split[1] <= most
-    assert len(found) == len(cases) and found[5] == () and refused < 20
 
 
 # ----------------------------------------------------------------------------------------- commands of evaluate.sh

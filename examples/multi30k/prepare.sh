@@ -11,7 +11,7 @@ usage="usage: prepare.sh [--from DIR] [--target de|fr] [--out DIR] [--merges N] 
   --bpe TOOL    subword-nmt (default) or sentencepiece
   --workers N   processes (default: 2); the data is the same with any number of them"
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/translation.sh"
+source "$root/examples/lib/translation.sh"
 
 from="" target=de out="" merges=10000 bpe=subword-nmt workers=2
 translation_options target "$@"

@@ -10,7 +10,7 @@ usage="usage: prepare.sh [--from PATH] [--out DIR] [--shards N] [--types N] [--w
   --types N      vocabulary, <unk> and </s> included (default: 100000)
   --workers N    processes of fairseq-preprocess (default: 2)"
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/language_modeling.sh"
+source "$root/examples/lib/language_modeling.sh"
 
 from="" out=data-bin/one_billion_word shards=99 types=100000 dict="" workers=2
 options "from out shards types workers" "$@"
@@ -30,7 +30,7 @@ elif [ -f "$from/$archive" ]; then
 fi
 
 # $text/train.00, … and $text/heldout.00, …, lower-case
-python "$root/scripts/prepare_one_billion_word.py" "$from" "$text" --shards "$shards"
+python "$root/examples/lib/prepare_one_billion_word.py" "$from" "$text" --shards "$shards"
 make "$text/valid" cat "$text"/heldout.{00,10}
 make "$text/test" cat "$text"/heldout.{20,30,40}
 dictionary "$text"/train.?? --types "$types"

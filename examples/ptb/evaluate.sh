@@ -8,7 +8,7 @@ usage="usage: evaluate.sh DIR [--data DIR] [--dynamic] [--cache] [flags of fairs
   --dynamic     instead, the test text by dynamic evaluation, scripts/dynamic_evaluation.py, which further flags go to
   --cache       instead, the test text with a cache pointer, scripts/cache_pointer.py, which further flags go to"
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/training.sh"
+source "$root/examples/lib/evaluation.sh"
 
 evaluate_options data-bin/ptb "$@"
 check_trained "$data"

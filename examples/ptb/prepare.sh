@@ -10,7 +10,7 @@ usage="usage: prepare.sh [--from DIR] [--out DIR] [--dict FILE] [--workers N]
                  become <unk>
   --workers N    processes of fairseq-preprocess (default: 2)"
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/language_modeling.sh"
+source "$root/examples/lib/language_modeling.sh"
 
 from="" out=data-bin/ptb dict="" workers=2
 options "from out dict workers" "$@"

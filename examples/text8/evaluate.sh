@@ -6,7 +6,7 @@ usage="usage: evaluate.sh DIR [--data DIR] [flags of fairseq-eval-lm]
   DIR           the training's folder, with checkpoint_best.pt; valid.txt and test.txt appear in it
   --data DIR    what prepare.sh wrote (default: data-bin/text8)"
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/training.sh"
+source "$root/examples/lib/evaluation.sh"
 
 evaluate_options data-bin/text8 "$@"
 check_trained "$data"

@@ -9,7 +9,7 @@ usage="usage: prepare.sh [--from DIR] [--out DIR] [--characters TRAIN,VALID,TEST
   --characters L     so many from the beginning, then so many, then so many (default: 90000000,5000000,5000000)
   --workers N        processes of fairseq-preprocess (default: 2)"
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/language_modeling.sh"
+source "$root/examples/lib/language_modeling.sh"
 
 from="" out=data-bin/text8 characters=90000000,5000000,5000000 dict="" workers=2
 options "from out characters workers" "$@"

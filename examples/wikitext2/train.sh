@@ -1,31 +1,19 @@
 #!/usr/bin/env bash
-# AWD-LSTM on WikiText-2 with one of the output layers: stock fairseq-train, all flags below.
+# AWD-LSTM on WikiText-2 with one of the output layers: stock fairseq-train; --print prints all of it.
 # On a GPU where there is one, else on the CPU. A rerun with the same --save goes on from its last checkpoint.
 set -euo pipefail
 
-usage="usage: train.sh softmax|mos|moc|mixtape [--finetune] [--data DIR] [--save DIR] [--seed N] [flags of fairseq-train, which win over those here]
-  --finetune    the second stage, after the first has ended: averaged SGD from its best weights, into DIR/finetuned
-  --data DIR    what prepare.sh wrote (default: data-bin/wikitext2)
-  --save DIR    checkpoints and train.log (default: checkpoints/wikitext2.LAYER.seedN)
-  --seed N      default: 1882, as in the papers"
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/training.sh"
+source "$root/examples/lib/training.sh"
 
-train_options data-bin/wikitext2 "softmax mos moc mixtape" "$@"
-case $layer in
-  # Merity et al. 2018
-  softmax) arch=awd_lstm_lm_wikitext2 lr=30 finetune_lr=30 batch=80 epochs=750 segments=() ;;
-  # Yang et al. 2018; MoC and Mixtape with the values of MoS
-  *) arch=awd_lstm_lm_wikitext2_$layer lr=15 finetune_lr=20 batch=15 epochs=1000 segments=(--small-batch-size 5 --max-segment-length 90) ;;
-esac
-seed=${seed:-1882}
-save=${save:-checkpoints/wikitext2.$layer.seed$seed}
-[ -f "$data/dict.txt" ] || die "--data $data holds no binarized data; run prepare.sh first"
-two_stages "$lr" "$finetune_lr"
+# A row for each layer: its name, and its flags. Softmax as in Merity et al. 2018, MoS as in Yang et al. 2018, whose values MoC
+# and Mixtape have, too. --finetune-lr is the learning rate of the second stage, and --seed the papers'.
+mos="--seed 1882 --lr 15 --finetune-lr 20 --batch-size 15 --small-batch-size 5 --max-epoch 1000 --max-segment-length 90"
+layers="
+softmax  --arch awd_lstm_lm_wikitext2  --seed 1882 --lr 30 --finetune-lr 30 --batch-size 80 --max-epoch 750
+mos      --arch awd_lstm_lm_wikitext2_mos $mos
+moc      --arch awd_lstm_lm_wikitext2_moc $mos
+mixtape  --arch awd_lstm_lm_wikitext2_mixtape $mos"
+plan --example wikitext2 --data data-bin/wikitext2 --options "finetune float32" --layers "$layers" -- "$@"
 
-logged fairseq-train "$data" --user-dir "$root/mixtape_plugin" --save-dir "$save" --seed "$seed" \
-  --task bptt_language_modeling --tokens-per-sample 70 "${segments[@]+"${segments[@]}"}" \
-  --arch "$arch" --criterion awd_lstm_cross_entropy --ar-alpha 2 --tar-beta 1 \
-  --optimizer nt_asgd --weight-decay 1.2e-6 --clip-norm 0.25 "${stage[@]}" \
-  --batch-size "$batch" --batch-size-valid 10 --max-epoch "$epochs" --no-epoch-checkpoints \
-  --log-format simple --log-interval 200 "${extra[@]+"${extra[@]}"}"
+fairseq_train "${awd_lstm[@]}" "${layer_flags[@]}"

@@ -3,7 +3,7 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/training.sh"
+source "$root/examples/lib/evaluation.sh"
 
-# average, fairseq-validate, fairseq-generate, score.py: evaluate_translation in scripts/training.sh
+# average, fairseq-validate, fairseq-generate, score.py: evaluate_translation in examples/lib/evaluation.sh
 evaluate_wmt data-bin/wmt16_en_de de "$@"

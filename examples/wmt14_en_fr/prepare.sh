@@ -13,7 +13,7 @@ usage="usage: prepare.sh [--from DIR] [--out DIR] [--merges N] [--bpe subword-nm
   --bpe TOOL    subword-nmt (default) or sentencepiece
   --workers N   processes (default: as many as there are processor cores); the data is the same with any number of them"
 root=$(cd "$(dirname "$0")/../.." && pwd)
-source "$root/scripts/translation.sh"
+source "$root/examples/lib/translation.sh"
 
 target=fr from="" out=data-bin/wmt14_en_fr merges=32000 bpe=subword-nmt workers=$(getconf _NPROCESSORS_ONLN)
 translation_options "" "$@"

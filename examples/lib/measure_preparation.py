@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time and memory of each stage of examples/wmt14_en_fr/prepare.sh, on texts made here that grow as real ones do.
 
-    python scripts/measure_preparation.py FOLDER --pairs 100000 400000 --workers 2
+    python examples/lib/measure_preparation.py FOLDER --pairs 100000 400000 --workers 2
 
 Writes archives as the recipe downloads them, all text in the first one, and runs prepare.sh on them. Memory is the
 resident memory of all its processes together, looked up every 50 ms at each stage; pages that processes share count for
@@ -27,10 +27,9 @@ import time
 from pathlib import Path
 
 import numpy as np
+from prepare_parallel import MAX_COUNTED_WORDS, MAX_LEARNED_WORDS
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-from prepare_parallel import MAX_COUNTED_WORDS, MAX_LEARNED_WORDS  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 HEAD, EXPONENT, BLOCK = 10_000, 1.8, 10_000
 SEGMENTS = 100  # lines of valid and test text
@@ -201,7 +200,7 @@ def write_many_words(folder, count):
 def measure_limits(folder, workers, merges):
     """What does not grow any more, at its limit: words counted at once, and words that subwords are learned of."""
     text, words = write_many_words(folder, MAX_COUNTED_WORDS)
-    prepare = f"{sys.executable} {ROOT}/scripts/prepare_parallel.py"
+    prepare = f"{sys.executable} {ROOT}/examples/lib/prepare_parallel.py"
     learn = f"{Path(sys.executable).parent}/subword-nmt learn-bpe --dict-input"
     for command in (
         f"{prepare} words {text} --output {folder}/words --workers {workers}",

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """One Billion Word as the MoS and Mixtape papers have it: the text in lower case.
 
-    python scripts/prepare_one_billion_word.py 1-billion-word-….tar.gz text/
+    python examples/lib/prepare_one_billion_word.py 1-billion-word-….tar.gz text/
 
 SOURCE is the original archive, or the folder it was unpacked to. Writes to TEXT
 

@@ -1,9 +1,9 @@
 # What prepare.sh of multi30k, wmt14_en_de and wmt14_en_fr share; they source it, with $root set, and set $target. In $text:
 #   raw.SPLIT.LANG -> tok.SPLIT.LANG (train cleaned where asked) -> words -> codes or spm.model -> bpe.SPLIT.LANG -> $out
 
-source "$root/scripts/recipes.sh"
+source "$root/examples/lib/recipes.sh"
 
-parallel() { python "$root/scripts/prepare_parallel.py" "$@"; }
+parallel() { python "$root/examples/lib/prepare_parallel.py" "$@"; }
 both() { [ -f "$text/$1.en" ] && [ -f "$text/$1.$target" ]; } # whether the text is there in both languages
 
 translation_options() { # translation_options "NAME..." ARGUMENT...: as options, and whether their values are allowed

@@ -1,6 +1,6 @@
 # What prepare.sh of examples/{ptb,wikitext2,one_billion_word,text8} share; they source it, with $root set.
 
-source "$root/scripts/recipes.sh"
+source "$root/examples/lib/recipes.sh"
 
 # ------------------------------------------------------------------------------------------------------ prepare.sh
 
@@ -27,7 +27,7 @@ binarize() { # binarize FOLDER FLAGS...: fairseq-preprocess with the dictionary 
 dictionary() { # dictionary FLAGS...: $dict, of the texts given, most frequent words first; nothing where --dict gave one
   [ -z "$dict" ] || return 0
   dict=$text/dict.txt
-  [ -f "$dict" ] || python "$root/scripts/make_dictionary.py" "$@" --output "$dict"
+  [ -f "$dict" ] || python "$root/examples/lib/make_dictionary.py" "$@" --output "$dict"
 }
 tokens() { # tokens FOLDER SPLIT: as fairseq-preprocess counted them, with </s>
   sed -n "s|^\[None\] .*/$2: [0-9]* sents, \([0-9]*\) tokens.*|\1|p" "$1/preprocess.log" | tail -n 1

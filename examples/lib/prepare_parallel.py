@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Parallel text for scripts/translation.sh, streamed: archives -> raw -> Moses tokens, cleaned -> words -> subwords.
+"""Parallel text for translation.sh, streamed: archives -> raw -> Moses tokens, cleaned -> words -> subwords.
 
     prepare_parallel.py check newstest2013-src.en.sgm newstest2013-ref.de.sgm dev.tgz
     prepare_parallel.py extract text/raw.valid en de dev.tgz:newstest2013-src.en.sgm:newstest2013-ref.de.sgm

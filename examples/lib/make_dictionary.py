@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """A fairseq dictionary of the words of several texts together, the most frequent first.
 
-    python scripts/make_dictionary.py train valid test --output dict.txt
-    python scripts/make_dictionary.py train.* --types 100000 --output dict.txt
+    python examples/lib/make_dictionary.py train valid test --output dict.txt
+    python examples/lib/make_dictionary.py train.* --types 100000 --output dict.txt
 
 What fairseq-preprocess --dict-only would write for all of them in one file, --nwordssrc being --types + 2; it takes one
 file only. Equally frequent words are in alphabetical order; fairseq adds <s>, <pad>, </s> and <unk> itself.

@@ -1,0 +1,149 @@
+# What evaluate.sh of all examples share; they source it, with $root set and, except in the two WMT examples, $usage.
+
+source "$root/examples/lib/recipes.sh"
+
+# -------------------------------------------------------------------------------------------------------- options
+
+# take_options ARGUMENT...: "[--max-tokens N]" in the first line of $usage makes --max-tokens set $max_tokens, and "[--bf16]"
+# makes --bf16 set $bf16 to 1; the rest is $extra
+take_options() {
+  local first=${usage%%$'\n'*} name
+  extra=()
+  while [ $# -gt 0 ]; do
+    name=${1#--} name=${name//-/_}
+    if [ "$1" = -h ] || [ "$1" = --help ]; then
+      echo "$usage"
+      exit
+    elif [[ $1 = --* && $first = *"[$1 "* ]]; then
+      [ $# -gt 1 ] || die "$1 needs a value; see ${0##*/} --help"
+      printf -v "$name" %s "$2"
+      shift
+    elif [[ $1 = --* && $first = *"[$1]"* ]]; then
+      printf -v "$name" 1
+    else
+      extra+=("$1")
+    fi
+    shift
+  done
+}
+
+evaluate_options() { # evaluate_options DATA ARGUMENT...: $save, and $data … $extra as in take_options; DATA is the default of $data
+  data=$1 dynamic="" cache="" cpu="" last="" test_set="" references="" max_tokens=""
+  shift
+  case ${1-} in -h | --help) echo "$usage"; exit ;; "" | -*) die "the training's folder is missing; see evaluate.sh --help" ;; esac
+  save=$1
+  shift
+  take_options "$@"
+  [ -d "$save" ] || die "$save is no folder"
+}
+
+no_more() { # no_more ARGUMENT...: refuses what no option took
+  [ $# = 0 ] || die "unknown option $1; see ${0##*/} --help"
+}
+
+# ---------------------------------------------------------------------------------------------------- translation
+
+find_references() { # find_references TARGET: $references, a file or a test set of sacrebleu, as flags of score.py
+  local found
+  [ -z "$references" ] || [ -z "$test_set" ] || die "--references and --test-set exclude each other"
+  if [ -n "$test_set" ]; then
+    sacrebleu --test-set "$test_set" --language-pair "en-$1" --echo ref >/dev/null 2>&1 ||
+      die "--test-set $test_set en-$1 is not to be had from sacrebleu; give the references as --references FILE"
+    references=(--test-set "$test_set")
+    return
+  fi
+  found=${references:-$data/text/raw.test.$1}
+  [ -f "$found" ] || die "${references:+--references }$found is no file; run prepare.sh first, or give the references as --references FILE"
+  references=(--references "$found")
+}
+
+test_perplexity() { # test_perplexity FLAG...: fairseq-validate of $save/average.pt, into $save/test-perplexity.txt
+  # nll_loss (bits a subword, </s> included) and ppl = 2^nll_loss are those of the model, without label smoothing.
+  fairseq-validate "$data" --user-dir "$root/mixtape_plugin" --path "$save/average.pt" --task translation --valid-subset test \
+    --log-format simple "$@" >"$save/validate.log" 2>&1 || die "fairseq-validate failed: $(tail -n 1 "$save/validate.log")"
+  grep -o 'nll_loss [^ ]* | ppl [^ ]*' "$save/validate.log" | tail -n 1 | sed 's/^/test /' >"$save/test-perplexity.txt.part" ||
+    die "fairseq-validate gave no perplexity; see $save/validate.log"
+  mv "$save/test-perplexity.txt.part" "$save/test-perplexity.txt"
+  cat "$save/test-perplexity.txt"
+}
+
+search=(--beam 4 --lenpen 0.6) # flags of fairseq-generate; an example may have others
+translate() { # translate TARGET FLAG...: fairseq-generate with $save/average.pt, detokenized into $save/test.hyp
+  local target=$1 bpe=subword_nmt
+  shift
+  [ ! -f "$data/text/spm.model" ] || bpe=sentencepiece
+  fairseq-generate "$data" --user-dir "$root/mixtape_plugin" --path "$save/average.pt" --gen-subset test "${search[@]}" \
+    --post-process "$bpe" --log-format simple "$@" >"$save/generate.log" 2>&1 ||
+    die "fairseq-generate failed: $(tail -n 1 "$save/generate.log")"
+  # fairseq translates sentences of similar length together; H-<line number> restores the order of the test set.
+  grep '^H-' "$save/generate.log" | sed 's/^H-//' | sort -n | cut -f 3- | sacremoses -q -l "$target" detokenize >"$save/test.hyp.part" ||
+    die "$save/generate.log holds no translations that could be detokenized"
+  mv "$save/test.hyp.part" "$save/test.hyp"
+}
+
+scores() { # scores TARGET: all BLEU and chrF of $save/test.hyp, into $save/score.txt and score.json
+  local tokens=$data/text/lower-cased-tokens.test.$1
+  [ ! -f "$tokens" ] || references+=(--lower-cased-tokens "$tokens")
+  python "$root/scripts/score.py" --hypotheses "$save/test.hyp" "${references[@]}" --source-lang en --target-lang "$1" \
+    --json "$save/score.json" >"$save/score.txt.part"
+  mv "$save/score.txt.part" "$save/score.txt"
+  cat "$save/score.txt"
+}
+
+# evaluate_translation TARGET LAST epochs|updates: the whole of evaluate.sh after its options; LAST is the default of --last
+evaluate_translation() {
+  local flags=(--max-tokens "${max_tokens:-4096}" ${cpu:+--cpu})
+  no_more "${extra[@]+"${extra[@]}"}"
+  positive --max-tokens "${max_tokens:-4096}"
+  find_references "$1"
+
+  python "$root/scripts/average_checkpoints.py" --last "${last:-$2}" "$save" --by "$3" --output "$save/average.pt"
+  test_perplexity "${flags[@]}"
+  translate "$1" "${flags[@]}"
+  scores "$1"
+}
+
+evaluate_wmt() { # evaluate_wmt DATA TARGET ARGUMENT...: the whole of evaluate.sh; DATA is the default of --data
+  usage="usage: evaluate.sh DIR [--data DIR] [--last N] [--references FILE] [--test-set NAME] [--max-tokens N] [--cpu]
+  DIR                the training's folder; average.pt, test.hyp, test-perplexity.txt, score.txt and score.json appear in it
+  --data DIR         what prepare.sh wrote (default: $1)
+  --last N           how many checkpoints to average (default: 10)
+  --references FILE  detokenized references (default: text/raw.test.$2 of the data)
+  --test-set NAME    instead, the references of sacrebleu's test set, wmt14/full, which it downloads
+  --max-tokens N     tokens of a batch (default: 4096)
+  --cpu              use the CPU where there is a GPU, too"
+  evaluate_options "$1" "${@:3}"
+  evaluate_translation "$2" 10 updates
+}
+
+# ------------------------------------------------------------------------------------------------- language models
+
+check_trained() { # whether there are $save/checkpoint_best.pt and binarized data in $1
+  [ -f "$save/checkpoint_best.pt" ] || die "$save holds no checkpoint_best.pt"
+  [ -f "$1/dict.txt" ] || die "--data $data holds no binarized data; run prepare.sh first"
+}
+
+perplexity() { # perplexity SPLIT COLUMNS UNIT FLAGS...: fairseq-eval-lm of $save/checkpoint_best.pt, into $save/SPLIT.txt
+  local split=$1 columns=$2 unit=$3 log=$save/eval.$1.log count bits
+  shift 3
+  fairseq-eval-lm "$data" --user-dir "$root/mixtape_plugin" --task bptt_language_modeling --path "$save/checkpoint_best.pt" \
+    --gen-subset "$split" --batch-size "$columns" --log-format simple --log-interval 1000 "$@" >"$log" 2>&1 ||
+    die "fairseq-eval-lm failed: $(tail -n 1 "$log")"
+  count=$(sed -n 's/.*Evaluated \([0-9,]*\) tokens.*/\1/p' "$log")
+  bits=$(sed -n 's/.*Loss (base 2): \([^ ,]*\), Perplexity: \([^ ]*\).*/\1 bits a '"$unit"', perplexity \2/p' "$log")
+  [ -n "$bits" ] || die "fairseq-eval-lm gave no perplexity; see $log"
+  echo "$split: $count ${unit}s, $bits" >"$save/$split.txt.part"
+  mv "$save/$split.txt.part" "$save/$split.txt"
+  cat "$save/$split.txt"
+}
+
+adapt() { # adapt DATASET: the test text by --dynamic and --cache with the papers' settings for DATASET; nothing without any
+  local script
+  [ -n "$dynamic$cache" ] || return 0
+  for script in ${dynamic:+dynamic_evaluation} ${cache:+cache_pointer}; do
+    python "$root/scripts/$script.py" "$data" --path "$save/checkpoint_best.pt" --dataset "$1" --subset test \
+      "${extra[@]+"${extra[@]}"}" | tee "$save/$script.txt.part"
+    mv "$save/$script.txt.part" "$save/$script.txt"
+  done
+  exit
+}

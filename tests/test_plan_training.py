@@ -1,0 +1,200 @@
+"""examples/lib/plan_training.py: options, tables of layers, splitting of an update, estimates, what is printed."""
+
+import argparse
+import random
+import subprocess
+import types
+
+import pytest
+from recipes import load_script
+
+plan_training = load_script("plan_training")
+LAYERS = """
+softmax  --output-layer softmax --seed 3 --lr 30 --finetune-lr 5   # the baseline
+mos      --output-layer mos --lr 20 --finetune-lr 4 --num-components 2
+"""
+
+
+def recipe(**changed):
+    values = {
+        "example": "toy", "data": "data-bin/toy", "dictionary": "dict.txt", "options": ["finetune"], "layers": LAYERS,
+        "small_layers": None, "updates": None, "update_tokens": None, "save_interval": None, "keep": None,
+    }  # fmt: skip
+    return argparse.Namespace(**{**values, **changed})
+
+
+# ------------------------------------------------------------------------------------------------ options, layers
+
+
+def test_a_row_is_flags_and_settings_of_the_recipe():
+    layers = plan_training.read_layers(LAYERS)
+    assert list(layers) == ["softmax", "mos"]
+    assert layers["softmax"] == (["--output-layer", "softmax", "--lr", "30"], {"seed": "3", "finetune-lr": "5"})
+    flags = ["--output-layer", "mos", "--lr", "20", "--num-components", "2"]
+    assert layers["mos"] == (flags, {"finetune-lr": "4"})
+
+
+def test_options_and_what_remains_in_its_order():
+    arguments = "--lr 1 --bf16 --seed 7 -x --seed=8 --bf16=1 --save --data --adam-betas".split() + ["(0.9, 0.98)"]
+    values, extra = plan_training.parse_options(arguments, ["bf16", "seed", "save", "gpus"])
+    assert values == {"bf16": True, "seed": "8", "save": "--data", "gpus": None}
+    assert extra == ["--lr", "1", "-x", "--bf16=1", "--adam-betas", "(0.9, 0.98)"]
+    with pytest.raises(ValueError, match="--seed needs a value; see train.sh --help"):
+        plan_training.parse_options(["--bf16", "--seed"], ["bf16", "seed"])
+
+
+def test_the_plan_of_a_layer(tmp_path):
+    (tmp_path / "dict.txt").write_text("a 1\n")
+    variables = plan_training.plan(recipe(), ["mos", "--data", str(tmp_path), "--lr", "1"])
+    assert variables["layer"] == "mos" and variables["seed"] == "1" and variables["extra"] == ["--lr", "1"]
+    assert variables["save"] == "checkpoints/toy.mos.seed1" and variables["data"] == str(tmp_path)
+    assert plan_training.plan(recipe(), ["softmax", "--data", str(tmp_path)])["save"] == "checkpoints/toy.softmax.seed3"
+    with pytest.raises(ValueError, match="the output layer is 'moc', allowed are softmax and mos; see train.sh --help"):
+        plan_training.plan(recipe(), ["moc"])
+    with pytest.raises(ValueError, match="--data nowhere holds no binarized data; run prepare.sh first"):
+        plan_training.plan(recipe(), ["mos", "--data", "nowhere"])
+    assert plan_training.plan(recipe(), ["mos", "--data", "nowhere", "--print"])["data"] == "nowhere"
+
+
+def test_the_second_stage_has_its_own_learning_rate(tmp_path):
+    (tmp_path / "dict.txt").write_text("a 1\n")
+    arguments = ["mos", "--finetune", "--data", str(tmp_path), "--save", str(tmp_path)]
+    with pytest.raises(ValueError, match="holds no checkpoint_best.pt; run train.sh mos without --finetune first"):
+        plan_training.plan(recipe(), arguments)
+    assert plan_training.plan(recipe(), [*arguments, "--print"])["save"] == f"{tmp_path}/finetuned"
+    (tmp_path / "checkpoint_best.pt").write_bytes(b"")
+    variables = plan_training.plan(recipe(), arguments)
+    stage = ["--finetune-from-model", f"{tmp_path}/checkpoint_best.pt", "--averaging-epoch", "0"]
+    flags = ["--output-layer", "mos", "--lr", "4", "--num-components", "2", *stage, "--stop-when-nonmonotone"]
+    assert variables["layer_flags"] == flags
+
+
+def test_usage_names_every_layer_option_and_default():
+    first, *lines = plan_training.usage(recipe()).splitlines()
+    options = "[--finetune] [--data DIR] [--save DIR] [--seed N] [--print]"
+    assert first == f"usage: train.sh softmax|mos {options} [flags of fairseq-train, which win over those here]"
+    assert [line.split()[0] for line in lines] == ["--finetune", "--data", "--save", "--seed", "--print"]
+    assert lines[1].endswith("(default: data-bin/toy)") and lines[3].endswith("default: 3 for softmax, 1 for mos")
+
+
+# ------------------------------------------------------------------------------------------------------ an update
+
+
+def test_an_update_is_split_without_changing_its_size():
+    rng = random.Random(1)
+    cases = {(32768, 1, 4096): (8, 4096), (32768, 8, 4096): (1, 4096), (32768, 16, 4096): (1, 2048)}
+    cases.update({(32768, 3, 4096): (3, 3640), (32768, 1, 100_000): (1, 32768), (100, 7, 1): None})
+    for case, split in cases.items():
+        if split:
+            assert plan_training.split_update(*case) == split
+    cases = [*cases, *((rng.randint(100, 40_000), rng.randint(1, 70), rng.randint(1, 9_000)) for _ in range(200))]
+    refused = 0
+    for tokens, gpus, most in cases:
+        steps = next(n for n in range(1, tokens + 2) if gpus * n * most >= tokens)  # the fewest that suffice
+        if tokens // (gpus * steps) == 0:
+            with pytest.raises(ValueError, match=f"--max-tokens is {most}, too few for an update of {tokens} "):
+                plan_training.split_update(tokens, gpus, most)
+            refused += 1
+            continue
+        split = plan_training.split_update(tokens, gpus, most)
+        assert split == (steps, tokens // (gpus * steps)) and split[1] <= most
+    assert 0 < refused < 20
+    with pytest.raises(ValueError, match="--gpus is 101, more than an update has tokens, 100"):
+        plan_training.split_update(100, 101, 5)
+
+
+def test_estimate():
+    """By hand: 6 x 2e8 x 1000 x 5e5 operations; 3 x 4 bytes of 100 million parameters a checkpoint."""
+    shape = {"updates": 500_000, "gpus": 2, "update_freq": 5, "max_tokens": 100, "device": "GPU", "checkpoints": 10}
+    model = {"layer": "mos", "parameters": 100.0, "multiplications": 200.0, "save": "folder", **shape}
+    size, time, memory, disk = plan_training.estimate(**model, bf16=False, free=11.0, there=1.5)
+    assert size == (
+        "mos, about 100 million parameters; 500000 updates of 1000 tokens, on 2 GPUs 100 at once, 5 times an update"
+    )
+    assert time.startswith("time: about 6e+17 floating-point operations, which is 2 hours at 100 TFLOP/s")
+    assert memory.startswith("memory of each GPU: about 2 GB ") and "what 100 tokens need" in memory
+    assert disk == "disk: about 12 GB for 10 checkpoints in folder; 11 GB are free"
+    *_, disk = plan_training.estimate(**model, bf16=True, free=10.0, there=1.5)
+    assert disk.endswith("; 10 GB are free, WHICH IS TOO LITTLE")
+
+
+def test_space_counts_the_checkpoints_that_are_there(tmp_path):
+    (tmp_path / "save").mkdir()
+    (tmp_path / "save" / "checkpoint_last.pt").write_bytes(b"x" * 2_000_000)
+    (tmp_path / "save" / "train.log").write_bytes(b"x" * 2_000_000)
+    free, there = plan_training.disk_space(str(tmp_path / "save"))
+    assert there == pytest.approx(2e-3, rel=0.05) and free > 0
+    assert plan_training.disk_space(str(tmp_path / "not" / "yet"))[1] == 0
+
+
+# ----------------------------------------------------------------------------------------------------- precision
+
+
+@pytest.mark.parametrize("flags, has", [("avx512_bf16", True), ("amx_bf16 amx_tile", True), ("avx512f bf16x", False)])
+def test_bfloat16_of_a_processor(flags, has, tmp_path):
+    (tmp_path / "cpuinfo").write_text(f"model name : one\nflags : fpu {flags} sse\n")
+    assert plan_training.multiplies_in_bfloat16(str(tmp_path / "cpuinfo")) == has
+    assert not plan_training.multiplies_in_bfloat16(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("float32", [True, False])
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_precision_on_a_cpu(on_cpu, float32, gpus, tmp_path, monkeypatch, capsys):
+    (tmp_path / "cpuinfo").write_text("flags : avx512_bf16\n")
+    monkeypatch.setenv("MIXTAPE_CPUINFO", str(tmp_path / "cpuinfo"))
+    torch = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: gpus > 0))
+    monkeypatch.setattr(plan_training, "import_torch", lambda: torch)
+    variables = plan_training.cpu_precision(on_cpu, float32, str(tmp_path))
+    trains_on_cpu = on_cpu or not gpus
+    assert ("export MALLOC_TRIM_THRESHOLD_" in variables) == trains_on_cpu
+    assert variables["precision"] == (["--bf16"] if trains_on_cpu and not float32 else [])
+    assert ("in bfloat16" in capsys.readouterr().err) == (trains_on_cpu and not float32)
+    monkeypatch.setenv("MIXTAPE_CPUINFO", str(tmp_path / "nowhere"))
+    assert plan_training.cpu_precision(on_cpu, float32, str(tmp_path))["precision"] == []
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_training_keeps_its_precision(gpus, tmp_path, monkeypatch):
+    """fairseq refuses to go on with the optimizer of another one."""
+    (tmp_path / "cpuinfo").write_text("flags : avx512_bf16\n")
+    monkeypatch.setenv("MIXTAPE_CPUINFO", str(tmp_path / "cpuinfo"))
+    torch = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: gpus > 0))
+    monkeypatch.setattr(plan_training, "import_torch", lambda: torch)
+    start = "INFO | fairseq_cli.train | {{'common': {{'fp16': False, 'bf16': {}, 'tpu': False}}}}\n"
+    saved = "INFO | fairseq.checkpoint_utils | Saved checkpoint save/checkpoint_last.pt (epoch 1 @ 2 updates)\n"
+    default = [] if gpus else ["--bf16"]
+
+    def precision(*lines, float32=False):
+        (tmp_path / "train.log").write_text("".join(lines))
+        return plan_training.cpu_precision(False, float32, str(tmp_path))["precision"]
+
+    assert precision("begun\n", start.format(False), saved) == default  # no checkpoint is there
+    (tmp_path / "checkpoint_last.pt").write_bytes(b"")
+    assert precision("begun\n", start.format(False)) == default  # none of this training's
+    assert precision(start.format(True), start.format(False), saved, saved, start.format(True)) == []
+    assert precision(start.format(False), start.format(True), saved, start.format(False)) == ["--bf16"]
+    with pytest.raises(
+        ValueError, match=f"--float32 is not for {tmp_path}, which was begun in bfloat16; choose another"
+    ):
+        precision(start.format(True), saved, float32=True)
+
+
+# ------------------------------------------------------------------------------------------------- for the shell
+
+ARGUMENTS = ["it's", "(0.9, 0.98)", "$HOME `x` \\", "", "two\nlines", "--lr", "*", "ä"]
+
+
+def test_variables_reach_the_shell_unchanged():
+    code = plan_training.assignments({"a": ARGUMENTS, "max-tokens": 5, "b": None, "c": True, "d": "$x y", "e": []})
+    code += '\nprintf "%s\\0" "$max_tokens" "$b" "$c" "$d" "${#e[@]}" "${a[@]}"'
+    done = subprocess.run(["bash", "-c", code], stdout=subprocess.PIPE, check=True)
+    assert done.stdout.decode().split("\0")[:-1] == ["5", "", "1", "$x y", "0", *ARGUMENTS]
+
+
+def test_a_printed_command_can_be_pasted():
+    command = ["printf", "%s\\0", *ARGUMENTS, *(f"--flag{n}" for n in range(40)), "-1"]
+    text = plan_training.format_command(command)
+    done = subprocess.run(["bash", "-c", text], stdout=subprocess.PIPE, check=True)
+    assert done.stdout.decode().split("\0")[:-1] == command[2:]
+    assert max(map(len, text.splitlines())) < 120
