@@ -29,6 +29,7 @@ setup(
     extras_require={
         "dev": [
             "hypothesis",
+            "nltk",
             "pre-commit",
             "pytest",
             "pytest-xdist",
