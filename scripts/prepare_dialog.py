@@ -37,18 +37,18 @@ def words(text):
 
 def read_dialogs(path):
     """Yields the dialogs of a file as lists of (speaker, words). Raises ValueError, which names the line."""
-    with open(path, encoding="utf-8") as file:
-        number = 0
+    number = 0
+    with open(path, "rb") as file:  # decoded line by line, so that it is known which one cannot be
         try:
             for line in file:
                 number += 1
-                utterances = json.loads(line)["utts"]
+                utterances = json.loads(line.decode("utf-8"))["utts"]
                 dialog = [(speaker, words(text)) for speaker, text, *_ in utterances]
                 if not dialog or not all(isinstance(speaker, str) for speaker, _ in dialog):
                     raise ValueError
                 yield dialog
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}, line {number + 1} is not UTF-8 text: {error.reason}") from None
+            raise ValueError(f"{path}, line {number} is not UTF-8 text: {error.reason}") from None
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(
                 f'{path}, line {number} is no dialog: wanted is {{"utts": [[speaker, text, …], …], …}} with at least '
