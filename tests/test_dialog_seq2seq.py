@@ -213,6 +213,17 @@ def test_dropout_is_of_training_only(cell):
         assert not torch.equal(model(**net_input)[0], model(**net_input)[0])
 
 
+@pytest.mark.parametrize("context_encoder, cell", NETWORKS)
+def test_bfloat16(context_encoder, cell):
+    """What --bf16 makes of the model; bfloat16 has 8 bits of mantissa."""
+    criterion = OutputLayerCrossEntropy(SimpleNamespace(target_dictionary=DICTIONARY), sentence_avg=False)
+    args = dict(SMALL, context_encoder=context_encoder, cell=cell, output_layer="mixtape", gate_noise=0.0)
+    expected, half = build_model(**args), build_model(**args).bfloat16()
+    expected, found = (loss_and_gradients(model, range(5), criterion) for model in (expected, half))
+    torch.testing.assert_close(found[0].float(), expected[0], rtol=0.01, atol=0)
+    assert all(gradient.isfinite().all() for gradient in found)
+
+
 # The papers' sizes, V = 10,000; output layers of about as many parameters.
 SIZES = {
     "softmax": ({}, 10_043_600),

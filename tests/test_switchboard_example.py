@@ -11,6 +11,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+import conftest
 import pytest
 import recipes
 from recipes import ROOT, files, lines, load_script
@@ -351,6 +352,10 @@ def test_train_and_evaluate(prepared, tmp_path):
     assert scores["BLEU-1 precision"] == expected.precision[0] and scores["BLEU-4 recall"] == expected.recall[3]
     assert 0 < scores["BLEU-1 precision"] <= scores["BLEU-1 recall"]
     assert (save / "score.txt").read_text() in done.stdout and "nhyps:5|nrefs:1|" in done.stdout
+
+    ensemble = f"{save}/checkpoint_best.pt:{save}/checkpoint_last.pt"
+    printed = conftest.run("generate", *conftest.generate_args(prepared, ensemble)).stdout
+    assert sorted(conftest.hypotheses(printed)) == list(range(len(contexts)))
 
 
 def test_train_and_evaluate_refuse_mistakes(tmp_path):

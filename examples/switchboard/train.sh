@@ -21,6 +21,7 @@ case $layer in
   mixtape) layer_flags=(--num-components 4 --output-embed-dim 350 --gate-dim 64 --frequent-ratio 0.1) ;;
 esac
 
+float32=1 cpu_precision # on the CPU, memory of a step is kept for the next one, and bfloat16 is not tried
 # The MoS paper gives no settings: these are Zhao et al.'s, whose loss is a mean over responses (--sentence-avg).
 logged fairseq-train "$data" --user-dir "$root/mixtape_plugin" --save-dir "$save" --seed "$seed" \
   --task translation --source-lang context --target-lang response \
