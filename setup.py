@@ -30,6 +30,7 @@ setup(
     extras_require={
         "dev": [
             "hypothesis",
+            "nltk",
             "pre-commit",
             "pytest",
             "pytest-xdist",

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# A dialog Seq2Seq on Switchboard with one of the output layers: stock fairseq-train; --print prints all of it.
+# On a GPU where there is one, else on the CPU. A rerun with the same --save goes on from its last checkpoint.
+set -euo pipefail
+
+root=$(cd "$(dirname "$0")/../.." && pwd)
+source "$root/examples/lib/training.sh"
+
+# A row for each layer: its name, and its flags. Of about as many parameters: 10.0 million with softmax, whose embedding is as wide as
+# the decoder, else 10.25 million.
+layers="
+softmax  --output-layer softmax
+mos      --output-layer mos --num-components 10 --output-embed-dim 300
+moc      --output-layer moc --num-components 10 --output-embed-dim 300
+mixtape  --output-layer mixtape --num-components 4 --output-embed-dim 350 --gate-dim 64 --frequent-ratio 0.1"
+plan --example switchboard --data data-bin/switchboard --dictionary dict.response.txt --layers "$layers" -- "$@"
+
+# The MoS paper gives no settings: these are Zhao et al.'s, whose loss is a mean over responses (--sentence-avg).
+fairseq_train --task translation --source-lang context --target-lang response \
+  --arch dialog_seq2seq "${layer_flags[@]}" \
+  --criterion output_layer_cross_entropy --sentence-avg \
+  --optimizer adam --lr 1e-3 --clip-norm 5 --batch-size 30 --required-batch-size-multiple 1 \
+  --max-epoch 60 --patience 5 --no-epoch-checkpoints \
+  --log-format simple --log-interval 500
