@@ -19,28 +19,24 @@ each DIR, whose figures scripts/collect_results.py shows as columns.
 
 import argparse
 import json
-import logging
 import math
 import os
 import sys
 import time
 from pathlib import Path
 
-if __name__ == "__main__":  # before fairseq is imported, which sets a level that floods the terminal
-    logging.basicConfig(level=logging.WARNING)
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import start
+import torch
 
-import torch  # noqa: E402
-
-from mixtape_plugin.analysis import pictures, predictions, rank, word_similarity  # noqa: E402
-from mixtape_plugin.analysis.divergence import PairwiseDivergence  # noqa: E402
-from mixtape_plugin.analysis.files import write_csv, write_whole  # noqa: E402
-from mixtape_plugin.analysis.results import table  # noqa: E402
-from mixtape_plugin.analysis.trained_model import find_checkpoint, load  # noqa: E402
-from mixtape_plugin.benchmarks.measuring import available_memory  # noqa: E402
-from mixtape_plugin.errors import UserError, check_values, print_user_errors  # noqa: E402
-from mixtape_plugin.evaluation.command_line import device, progress_bar  # noqa: E402
-from mixtape_plugin.evaluation.grid_search import make_folder  # noqa: E402
+from mixtape_plugin.analysis import pictures, predictions, rank, word_similarity
+from mixtape_plugin.analysis.divergence import PairwiseDivergence
+from mixtape_plugin.analysis.files import write_csv, write_whole
+from mixtape_plugin.analysis.results import table
+from mixtape_plugin.analysis.trained_model import find_checkpoint, load
+from mixtape_plugin.benchmarks.measuring import available_memory
+from mixtape_plugin.errors import UserError, check_values
+from mixtape_plugin.evaluation.command_line import device, progress_bar
+from mixtape_plugin.evaluation.grid_search import make_folder
 
 EPSILONS = (1e-3, 1e-4, 1e-5)
 RESERVE = 2**29  # bytes for the model and what it works with
@@ -308,5 +304,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    print_user_errors()
-    main()
+    start.run(main)

@@ -11,21 +11,15 @@ the optimizer's state is left out, so that the result is one to evaluate or to s
 import argparse
 import os
 import re
-import sys
-from pathlib import Path
 
+import start
 import torch
+from fairseq import checkpoint_utils
 from omegaconf import OmegaConf
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import mixtape_plugin  # noqa: E402
-
-mixtape_plugin.register()  # which repairs fairseq's loading of checkpoints
-from fairseq.checkpoint_utils import load_checkpoint_to_cpu  # noqa: E402
-
-from mixtape_plugin.analysis.files import write_whole  # noqa: E402
-from mixtape_plugin.errors import UserError, print_user_errors  # noqa: E402
+import mixtape_plugin
+from mixtape_plugin.analysis.files import write_whole
+from mixtape_plugin.errors import UserError
 
 PATTERNS = {"epochs": re.compile(r"checkpoint(\d+)\.pt"), "updates": re.compile(r"checkpoint_\d+_(\d+)\.pt")}
 
@@ -53,7 +47,7 @@ def load(path):
         UserError: the file is missing, truncated, not safe to load, or no fairseq checkpoint.
     """
     try:
-        return load_checkpoint_to_cpu(path)
+        return checkpoint_utils.load_checkpoint_to_cpu(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
 
@@ -115,6 +109,7 @@ def main(argv=None):
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="the checkpoint to write")
     args = parser.parse_args(argv)
+    mixtape_plugin.register()  # which repairs fairseq's loading of checkpoints
 
     paths = args.inputs
     if args.last:
@@ -133,5 +128,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    print_user_errors()
-    main()
+    start.run(main)

@@ -23,18 +23,12 @@ fits.
 """
 
 import argparse
-import logging
-import sys
-from pathlib import Path
 
+import start
 from tqdm import tqdm
 
-if __name__ == "__main__":  # before fairseq is imported, which sets a level that floods the terminal
-    logging.basicConfig(level=logging.WARNING)
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from mixtape_plugin.analysis.files import write_whole  # noqa: E402
-from mixtape_plugin.benchmarks.command_line import (  # noqa: E402
+from mixtape_plugin.analysis.files import write_whole
+from mixtape_plugin.benchmarks.command_line import (
     add_common_options,
     at_least,
     check_common_options,
@@ -45,13 +39,13 @@ from mixtape_plugin.benchmarks.command_line import (  # noqa: E402
     settings_of_memory,
     write_outputs,
 )
-from mixtape_plugin.benchmarks.measuring import Setting  # noqa: E402
-from mixtape_plugin.benchmarks.network_benchmark import COLUMNS, benchmark  # noqa: E402
-from mixtape_plugin.benchmarks.network_workloads import SHAPES, SIZES, TextShape  # noqa: E402
-from mixtape_plugin.benchmarks.workloads import BASELINE, check_layer, layer_options, variants  # noqa: E402
-from mixtape_plugin.errors import UserError, print_user_errors  # noqa: E402
-from mixtape_plugin.models.awd_lstm_lm import parse_hidden_sizes  # noqa: E402
-from mixtape_plugin.output_layers import OUTPUT_IMPLS  # noqa: E402
+from mixtape_plugin.benchmarks.measuring import Setting
+from mixtape_plugin.benchmarks.network_benchmark import COLUMNS, benchmark
+from mixtape_plugin.benchmarks.network_workloads import SHAPES, SIZES, TextShape
+from mixtape_plugin.benchmarks.workloads import BASELINE, check_layer, layer_options, variants
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.models.awd_lstm_lm import parse_hidden_sizes
+from mixtape_plugin.output_layers import OUTPUT_IMPLS
 
 
 def parse_shape(text: str) -> TextShape:
@@ -173,10 +167,7 @@ def draw(path: str, rows, facts) -> None:
 
 
 def main(argv=None):
-    try:
-        args = parse(argv)
-    except UserError as error:
-        sys.exit(f"benchmark_networks.py: {error}")
+    args = parse(argv)
     # label smoothing is a column: it differs between shapes
     facts = {**provenance(args, dtype="float32", noise=True), "sizes": args.sizes}
     setting = Setting(args.device, "float32", args.threads, noise=True)
@@ -190,9 +181,8 @@ def main(argv=None):
             for budget in budgets:
                 rows += benchmark(shape, layers, setting, args.rounds, args.sizes, limit, budget, bar.update)
     print(markdown(rows, facts))
-    write_outputs("benchmark_networks.py", args, COLUMNS, rows, facts, draw)
+    write_outputs(args, COLUMNS, rows, facts, draw)
 
 
 if __name__ == "__main__":
-    print_user_errors()
-    main()
+    start.run(main)

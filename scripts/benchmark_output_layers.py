@@ -23,16 +23,13 @@ chunks, here as in a training.
 """
 
 import argparse
-import sys
 from itertools import cycle
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import start
+from tqdm import tqdm
 
-from tqdm import tqdm  # noqa: E402
-
-from mixtape_plugin.analysis.files import write_whole  # noqa: E402
-from mixtape_plugin.benchmarks.command_line import (  # noqa: E402
+from mixtape_plugin.analysis.files import write_whole
+from mixtape_plugin.benchmarks.command_line import (
     add_common_options,
     at_least,
     check_common_options,
@@ -43,9 +40,9 @@ from mixtape_plugin.benchmarks.command_line import (  # noqa: E402
     settings_of_memory,
     write_outputs,
 )
-from mixtape_plugin.benchmarks.measuring import Setting  # noqa: E402
-from mixtape_plugin.benchmarks.output_layer_benchmark import COLUMNS, TINY, benchmark, sweep, turns  # noqa: E402
-from mixtape_plugin.benchmarks.workloads import (  # noqa: E402
+from mixtape_plugin.benchmarks.measuring import Setting
+from mixtape_plugin.benchmarks.output_layer_benchmark import COLUMNS, TINY, benchmark, sweep, turns
+from mixtape_plugin.benchmarks.workloads import (
     BASELINE,
     PEERS,
     SHAPES,
@@ -60,8 +57,8 @@ from mixtape_plugin.benchmarks.workloads import (  # noqa: E402
     split_layer,
     variants,
 )
-from mixtape_plugin.errors import UserError, print_user_errors  # noqa: E402
-from mixtape_plugin.output_layers import OUTPUT_IMPLS  # noqa: E402
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.output_layers import OUTPUT_IMPLS
 
 
 def parse_shape(text: str) -> Shape:
@@ -218,10 +215,7 @@ def draw(path: str, rows, facts) -> None:
 
 
 def main(argv=None):
-    try:
-        args = parse(argv)
-    except UserError as error:
-        sys.exit(f"benchmark_output_layers.py: {error}")
+    args = parse(argv)
     facts = provenance(args, dtype=args.dtype, noise=args.noise, label_smoothing=args.label_smoothing)
     setting = Setting(args.device, args.dtype, args.threads, args.noise, args.label_smoothing)
     limit, budgets = settings_of_memory(args)
@@ -237,9 +231,8 @@ def main(argv=None):
                 for budget in budgets:
                     rows += benchmark(shape, chosen, setting, args.rounds, limit, budget, args.prices, bar.update)
     print(markdown(rows, facts))
-    write_outputs("benchmark_output_layers.py", args, COLUMNS, rows, facts, draw)
+    write_outputs(args, COLUMNS, rows, facts, draw)
 
 
 if __name__ == "__main__":
-    print_user_errors()
-    main()
+    start.run(main)

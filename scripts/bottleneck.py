@@ -16,18 +16,18 @@ import sys
 from pathlib import Path
 
 import matplotlib
+import start
 
-matplotlib.use("Agg")  # noqa: E402
-import matplotlib.pyplot as plt  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from mixtape_plugin.analysis.bottleneck import LAYERS, fit, random_conditional  # noqa: E402
-from mixtape_plugin.analysis.files import write_csv, write_whole  # noqa: E402
-from mixtape_plugin.analysis.rank import log_prob_rank, singular_values  # noqa: E402
+from mixtape_plugin.analysis.bottleneck import LAYERS, fit, random_conditional
+from mixtape_plugin.analysis.files import write_csv, write_whole
+from mixtape_plugin.analysis.rank import log_prob_rank, singular_values
+from mixtape_plugin.errors import UserError
 
 CONCENTRATION = 0.05
 MAX_CELLS = 2**22
@@ -73,23 +73,20 @@ def parse_args(argv):
     args = parser.parse_args(argv)
     for name, lowest in {"steps": 10, "contexts": 2, "tokens": 2, "embed_dim": 1, "seed": 0}.items():
         if getattr(args, name) < lowest:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is not allowed: at least {lowest}")
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is not allowed: at least {lowest}")
     if args.contexts * args.tokens > MAX_CELLS:
-        raise ValueError(
+        raise UserError(
             f"--contexts {args.contexts} times --tokens {args.tokens} is too large for this: at most {MAX_CELLS:,}"
         )
     return args
 
 
 def main(argv=None):
+    args = parse_args(argv)
     try:
-        args = parse_args(argv)
-        try:
-            args.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"--out {args.out} cannot be a folder: {error.strerror}") from None
-    except ValueError as error:
-        sys.exit(f"bottleneck.py: {error}")
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {args.out} cannot be a folder: {error.strerror}") from None
 
     truth = torch.from_numpy(
         random_conditional(args.contexts, args.tokens, CONCENTRATION, np.random.default_rng(args.seed))
@@ -119,4 +116,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    start.run(main)

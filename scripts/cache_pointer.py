@@ -12,31 +12,26 @@ Prints the static perplexity and that with the cache.
 them to search.csv and search.png in --out, and scores the test text with the best.
 """
 
-import logging
-import sys
 from itertools import product
-from pathlib import Path
 
-if __name__ == "__main__":  # before fairseq is imported, which sets a level that floods the terminal
-    logging.basicConfig(level=logging.WARNING)
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import start
 
-from mixtape_plugin.errors import check_values, print_user_errors  # noqa: E402
-from mixtape_plugin.evaluation import grid_search  # noqa: E402
-from mixtape_plugin.evaluation.cache_pointer import (  # noqa: E402
+from mixtape_plugin.errors import check_values
+from mixtape_plugin.evaluation import grid_search
+from mixtape_plugin.evaluation.cache_pointer import (
     PAPER_SETTINGS,
     cache_log_probs,
     cache_pointer,
     mix,
     predict_text,
 )
-from mixtape_plugin.evaluation.command_line import (  # noqa: E402
+from mixtape_plugin.evaluation.command_line import (
     device,
     evaluation_parser,
     progress_bar,
     take_paper_settings,
 )
-from mixtape_plugin.evaluation.language_model import load_language_model, score, text  # noqa: E402
+from mixtape_plugin.evaluation.language_model import load_language_model, score, text
 
 WEIGHTS = [0.05, 0.1, 0.15, 0.2, 0.3]
 THETAS = [0.1, 0.3, 0.66, 1.0, 1.5]
@@ -131,5 +126,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    print_user_errors()
-    main()
+    start.run(main)

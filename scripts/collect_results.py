@@ -28,17 +28,17 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import start
 
-from mixtape_plugin.analysis.files import write_csv, write_whole  # noqa: E402
-from mixtape_plugin.analysis.results import (  # noqa: E402
+from mixtape_plugin.analysis.files import write_csv, write_whole
+from mixtape_plugin.analysis.results import (
     NOT_RUN,
     collect,
     csv_columns,
     markdown,
     validation_curve,
 )
-from mixtape_plugin.analysis.statistics import (  # noqa: E402
+from mixtape_plugin.analysis.statistics import (
     compare,
     correlate,
     find_baseline,
@@ -46,7 +46,7 @@ from mixtape_plugin.analysis.statistics import (  # noqa: E402
     groups_markdown,
     numbers,
 )
-from mixtape_plugin.errors import UserError, print_user_errors  # noqa: E402
+from mixtape_plugin.errors import UserError
 
 PICTURES = (".png", ".pdf", ".svg")
 
@@ -172,5 +172,4 @@ def save_plot(path, rows):
 
 
 if __name__ == "__main__":
-    print_user_errors()
-    main()
+    start.run(main)

@@ -12,30 +12,26 @@ Prints the static perplexity and the dynamic one. The checkpoint is only read.
 to search.csv and search.png in --out, and scores the test text with the best.
 """
 
-import logging
 import sys
 from itertools import product
-from pathlib import Path
 
-if __name__ == "__main__":  # before fairseq is imported, which sets a level that floods the terminal
-    logging.basicConfig(level=logging.WARNING)
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import start
 
-from mixtape_plugin.errors import check_values, print_user_errors  # noqa: E402
-from mixtape_plugin.evaluation import grid_search  # noqa: E402
-from mixtape_plugin.evaluation.command_line import (  # noqa: E402
+from mixtape_plugin.errors import check_values
+from mixtape_plugin.evaluation import grid_search
+from mixtape_plugin.evaluation.command_line import (
     device,
     evaluation_parser,
     progress_bar,
     take_paper_settings,
 )
-from mixtape_plugin.evaluation.dynamic_evaluation import (  # noqa: E402
+from mixtape_plugin.evaluation.dynamic_evaluation import (
     PAPER_SETTINGS,
     dynamic_evaluation,
     gradient_statistics,
     gradients_without_dropout,
 )
-from mixtape_plugin.evaluation.language_model import load_language_model, perplexity, text  # noqa: E402
+from mixtape_plugin.evaluation.language_model import load_language_model, perplexity, text
 
 FACTORS = (0.5, 0.75, 1, 1.5)  # of the paper's η and λ: the grid of --search
 
@@ -137,5 +133,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    print_user_errors()
-    main()
+    start.run(main)

@@ -23,17 +23,16 @@ import argparse
 import json
 import os
 import shutil
-import sys
 from itertools import product
 from pathlib import Path
 
 import numpy as np
+import start
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from mixtape_plugin.analysis.bottleneck import random_conditional  # noqa: E402
-from mixtape_plugin.analysis.rank import log_prob_rank  # noqa: E402
+from mixtape_plugin.analysis.bottleneck import random_conditional
+from mixtape_plugin.analysis.rank import log_prob_rank
+from mixtape_plugin.errors import UserError
 
 SOURCE_WORDS, TARGET_WORDS, CONCENTRATION = 256, 256, 0.01
 MIN_WORDS, MAX_WORDS = 1, 7
@@ -93,9 +92,9 @@ def main(argv=None):
     sizes = {split: getattr(args, split) for split in ("train", "valid", "test")}
     for name, lowest in {"seed": 0, "train": 1, "valid": 1, "test": 1}.items():
         if getattr(args, name) < lowest:
-            sys.exit(f"make_corpus.py: --{name} {getattr(args, name)} is not allowed: at least {lowest}")
+            raise UserError(f"--{name} {getattr(args, name)} is not allowed: at least {lowest}")
     if args.out.exists():
-        sys.exit(f"make_corpus.py: --out {args.out} exists; choose a new folder, or remove it")
+        raise UserError(f"--out {args.out} exists; choose a new folder, or remove it")
 
     part = args.out.with_name(args.out.name + ".part")
     try:
@@ -104,9 +103,9 @@ def main(argv=None):
         write_corpus(part, args.seed, sizes)
         os.replace(part, args.out)
     except OSError as error:
-        sys.exit(f"make_corpus.py: --out {args.out} cannot be written: {error.strerror}")
+        raise UserError(f"--out {args.out} cannot be written: {error.strerror}") from None
     print(f"{args.out}: " + ", ".join(f"{size:,} {split}" for split, size in sizes.items()) + " sentences")
 
 
 if __name__ == "__main__":
-    main()
+    start.run(main)

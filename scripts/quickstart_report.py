@@ -5,7 +5,6 @@ python scripts/quickstart_report.py quickstart-output
 """
 
 import json
-import logging
 import math
 import os
 import re
@@ -13,20 +12,14 @@ import statistics
 import sys
 from pathlib import Path
 
+import start
 import torch
+from fairseq import checkpoint_utils
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-if __name__ == "__main__":
-    logging.getLogger("fairseq").setLevel(logging.WARNING)  # it greets on import
-
-import mixtape_plugin  # noqa: E402
-
-mixtape_plugin.register()
-from fairseq import checkpoint_utils  # noqa: E402
-
-from mixtape_plugin.analysis.files import write_csv, write_whole  # noqa: E402
-from mixtape_plugin.analysis.rank import log_prob_rank  # noqa: E402
-from mixtape_plugin.errors import print_user_errors  # noqa: E402
+import mixtape_plugin
+from mixtape_plugin.analysis.files import write_csv, write_whole
+from mixtape_plugin.analysis.rank import log_prob_rank
+from mixtape_plugin.errors import UserError
 
 LAYERS = ("softmax", "mixtape")
 MAX_CONTEXTS = 2000
@@ -73,7 +66,8 @@ def row(out, layer):
 
 def main():
     if len(sys.argv) != 2 or not os.path.isdir(sys.argv[1]):
-        sys.exit("usage: quickstart_report.py DIR, the folder that quickstart.sh wrote")
+        raise UserError("usage: quickstart_report.py DIR, the folder that quickstart.sh wrote")
+    mixtape_plugin.register()
     out = Path(sys.argv[1])
     rows = []
     for layer in LAYERS:
@@ -96,5 +90,4 @@ def main():
 
 
 if __name__ == "__main__":
-    print_user_errors()
-    main()
+    start.run(main)

@@ -18,24 +18,26 @@ import argparse
 import json
 import os
 import re
-import sys
 
 import sacremoses
+import start
 from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.utils import get_reference_files
 
+from mixtape_plugin.errors import UserError
+
 
 def read_lines(path):
-    """The lines of a UTF-8 file; raises ValueError where it is missing, empty or no UTF-8."""
+    """The lines of a UTF-8 file; raises UserError where it is missing, empty or no UTF-8."""
     try:
         with open(path, encoding="utf-8", newline="\n") as file:  # only \n ends a line: BLEU counts sentences
             lines = [line.rstrip("\r\n") for line in file]
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error.reason} in byte {error.start}") from None
+        raise UserError(f"{path} is not UTF-8 text: {error.reason} in byte {error.start}") from None
     if not lines:
-        raise ValueError(f"{path} is empty")
+        raise UserError(f"{path} is empty")
     return lines
 
 
@@ -64,11 +66,11 @@ def score(hypotheses, reference_sets, target_lang, test_set=None, source_lang=No
         a list of dicts: `metric`, `score` (0 to 100), `signature`, `preprocessing` (before sacrebleu's, or None).
 
     Raises:
-        ValueError: hypotheses and references differ in number.
+        UserError: hypotheses and references differ in number.
     """
     for references in [*reference_sets, *([lower_cased_tokens] if lower_cased_tokens else [])]:
         if len(hypotheses) != len(references):
-            raise ValueError(f"there are {len(hypotheses)} hypotheses and {len(references)} references")
+            raise UserError(f"there are {len(hypotheses)} hypotheses and {len(references)} references")
     results = []
 
     def add(name, metric, preprocessing=None, prepare=lambda lines: lines, prepared=None):
@@ -121,23 +123,20 @@ def main(argv=None):
     parser.add_argument("--json", metavar="FILE", help="also write the scores here")
     args = parser.parse_args(argv)
 
-    try:
-        reference_files = [args.references]
-        if args.test_set:
-            try:
-                reference_files = get_reference_files(args.test_set, f"{args.source_lang}-{args.target_lang}")
-            except Exception as error:  # sacrebleu raises bare Exceptions
-                raise ValueError(f"--test-set {args.test_set} is not to be had: {error}") from None
-        results = score(
-            read_lines(args.hypotheses),
-            [read_lines(path) for path in reference_files],
-            args.target_lang,
-            args.test_set,
-            args.source_lang,
-            read_lines(args.lower_cased_tokens) if args.lower_cased_tokens else None,
-        )
-    except ValueError as error:
-        sys.exit(f"score.py: {error}")
+    reference_files = [args.references]
+    if args.test_set:
+        try:
+            reference_files = get_reference_files(args.test_set, f"{args.source_lang}-{args.target_lang}")
+        except Exception as error:  # sacrebleu raises bare Exceptions
+            raise UserError(f"--test-set {args.test_set} is not to be had: {error}") from None
+    results = score(
+        read_lines(args.hypotheses),
+        [read_lines(path) for path in reference_files],
+        args.target_lang,
+        args.test_set,
+        args.source_lang,
+        read_lines(args.lower_cased_tokens) if args.lower_cased_tokens else None,
+    )
 
     for row in results:
         before = f"  after {row['preprocessing']}" if row["preprocessing"] else ""
@@ -149,8 +148,8 @@ def main(argv=None):
                 file.write("\n")
             os.replace(args.json + ".part", args.json)
         except OSError as error:
-            sys.exit(f"score.py: --json {args.json} cannot be written: {error.strerror}")
+            raise UserError(f"--json {args.json} cannot be written: {error.strerror}") from None
 
 
 if __name__ == "__main__":
-    main()
+    start.run(main)

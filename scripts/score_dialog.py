@@ -11,13 +11,13 @@ Words are what lies between white space: the references' unknown ones are as the
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import start
 
-from mixtape_plugin.analysis.files import write_whole  # noqa: E402
-from mixtape_plugin.evaluation.dialog_bleu import SIGNATURE, corpus_bleu  # noqa: E402
+from mixtape_plugin.analysis.files import write_whole
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.evaluation.dialog_bleu import SIGNATURE, corpus_bleu
 
 
 def read_generated(path):
@@ -90,7 +90,7 @@ def main(argv=None):
             if path:
                 write_whole(path, lambda part, content=content: part.write_text(content, encoding="utf-8"))
     except (OSError, ValueError) as error:
-        sys.exit(f"score_dialog.py: {error}")
+        raise UserError(str(error)) from None
 
     for row in results:
         print(f"{row['metric']:<18}{row['score']:6.4f}  {row['signature']}")
@@ -99,4 +99,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    start.run(main)

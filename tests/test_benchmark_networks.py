@@ -15,6 +15,7 @@ from mixtape_plugin.benchmarks.measuring import Budget, Setting
 from mixtape_plugin.benchmarks.network_benchmark import TrainingStep, benchmark
 from mixtape_plugin.benchmarks.network_workloads import SHAPES, network_args
 from mixtape_plugin.benchmarks.workloads import BASELINE, Variant, paper_ratio, variants
+from mixtape_plugin.errors import UserError
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "benchmark_networks.py"
 script = load_script("benchmark_networks")
@@ -386,7 +387,7 @@ def test_drawing_appears_whole_or_not_at_all(tmp_path, monkeypatch):
 )
 def test_mistakes_get_one_sentence(options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(UserError) as stop:
         script.main(options)
     sentence = str(stop.value)
     assert " ".join(options) in sentence and "\n" not in sentence

@@ -395,11 +395,11 @@ def test_run_from_the_command_line(tmp_path):
 def test_csv_appears_whole_or_not_at_all(tmp_path):
     args = Namespace(out=str(tmp_path / "run.csv"), plot=None)
     with pytest.raises(ValueError):
-        write_outputs("script", args, library.COLUMNS, [{"no such column": 1}], {}, None)
+        write_outputs(args, library.COLUMNS, [{"no such column": 1}], {}, None)
     assert list(tmp_path.iterdir()) == []
     args.out = str(tmp_path / "gone" / "run.csv")
-    with pytest.raises(SystemExit, match=f"script: --out {args.out} cannot be written: No such file or directory"):
-        write_outputs("script", args, library.COLUMNS, [], {}, None)
+    with pytest.raises(UserError, match=f"^--out {args.out} cannot be written: No such file or directory"):
+        write_outputs(args, library.COLUMNS, [], {}, None)
 
 
 @pytest.mark.parametrize(
@@ -433,7 +433,7 @@ def test_csv_appears_whole_or_not_at_all(tmp_path):
 )
 def test_mistakes_get_one_sentence(options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(UserError) as stop:
         script.main(options)
     sentence = str(stop.value)
     assert " ".join(options) in sentence and "\n" not in sentence

@@ -13,6 +13,7 @@ from scipy.special import digamma
 
 from mixtape_plugin.analysis.bottleneck import LAYERS, FreeContexts, fit, kl_divergence, random_conditional
 from mixtape_plugin.analysis.rank import log_prob_rank
+from mixtape_plugin.errors import UserError
 from mixtape_plugin.output_layers import OutputLayerConfig
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "bottleneck.py"
@@ -115,7 +116,7 @@ def test_command_refuses_bad_options(tmp_path):
         (["--contexts", "1000000000"], "--contexts 1000000000 times --tokens 512 is too large"),
         (["--out", str(tmp_path / "file")], "cannot be a folder"),
     ]:
-        with pytest.raises(SystemExit) as exit:
+        with pytest.raises(UserError) as refusal:
             script.main(["--out", str(tmp_path / "out"), *options])
-        assert message in exit.value.code and "\n" not in exit.value.code
+        assert message in str(refusal.value) and "\n" not in str(refusal.value)
         assert not (tmp_path / "out").exists()

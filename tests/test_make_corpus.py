@@ -10,6 +10,7 @@ import torch
 from recipes import load_script
 
 from mixtape_plugin.analysis.rank import log_prob_rank
+from mixtape_plugin.errors import UserError
 
 make_corpus = load_script("make_corpus")
 
@@ -50,9 +51,9 @@ def test_command_refuses_bad_options(tmp_path):
         (["--seed", "-1"], "--seed -1 is not allowed: at least 0"),
         (["--out", str(tmp_path)], "exists; choose a new folder"),
     ]:
-        with pytest.raises(SystemExit) as exit:
+        with pytest.raises(UserError) as refusal:
             make_corpus.main(["--out", str(tmp_path / "out"), *options])
-        assert message in exit.value.code and "\n" not in exit.value.code
+        assert message in str(refusal.value) and "\n" not in str(refusal.value)
     assert not list(tmp_path.iterdir())
 
 

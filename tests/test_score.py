@@ -11,6 +11,8 @@ import pytest
 import sacrebleu
 from recipes import load_script
 
+from mixtape_plugin.errors import UserError
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "score.py"
 score_script = load_script("score")
 
@@ -175,22 +177,21 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, content, message):
     if content is not None:
         (tmp_path / "hyp").write_bytes(content)
     files = ["--hypotheses", tmp_path / "hyp", "--references", references, "--json", tmp_path / "score.json"]
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(UserError) as stop:
         score_script.main(arguments(*files))
-    # Python prints such a code on stderr, and exits with 1.
-    assert stop.value.code.startswith("score.py: ") and stop.value.code.endswith(message)
-    assert "\n" not in stop.value.code and capsys.readouterr().out == ""
+    assert str(stop.value).endswith(message)
+    assert "\n" not in str(stop.value) and capsys.readouterr().out == ""
     assert not (tmp_path / "score.json").exists()
 
 
 def test_a_folder_that_is_not_there(tmp_path):
     files = [write(tmp_path / "hyp", HYPOTHESES), "--references", write(tmp_path / "ref", REFERENCES)]
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(UserError) as stop:
         score_script.main(arguments("--hypotheses", *files, "--json", tmp_path / "nowhere" / "score.json"))
-    assert stop.value.code == f"score.py: --json {tmp_path}/nowhere/score.json cannot be written: {NO_FILE}"
+    assert str(stop.value) == f"--json {tmp_path}/nowhere/score.json cannot be written: {NO_FILE}"
 
 
 def test_unknown_test_set(tmp_path):
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(UserError) as stop:
         score_script.main(arguments("--hypotheses", write(tmp_path / "hyp", HYPOTHESES), "--test-set", "nosuch"))
-    assert stop.value.code == "score.py: --test-set nosuch is not to be had: No such test set nosuch"
+    assert str(stop.value) == "--test-set nosuch is not to be had: No such test set nosuch"

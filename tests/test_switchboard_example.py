@@ -16,6 +16,7 @@ import pytest
 import recipes
 from recipes import ROOT, files, lines, load_script
 
+from mixtape_plugin.errors import UserError
 from mixtape_plugin.evaluation.dialog_bleu import corpus_bleu
 from mixtape_plugin.models import dialog_seq2seq
 
@@ -286,7 +287,7 @@ def test_damaged_log_is_refused(text, problem, tmp_path):
     log, references = tmp_path / "generate.log", tmp_path / "references"
     log.write_text(text)
     references.write_text("a\nb\n")
-    with pytest.raises(SystemExit, match=f"^score_dialog.py: {log},? .*{problem}"):
+    with pytest.raises(UserError, match=f"^{log},? .*{problem}"):
         score_dialog.main(["--generated", str(log), "--references", str(references)])
 
 

@@ -8,7 +8,6 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -143,8 +142,8 @@ def markdown_table(facts: dict, names, text_columns: int, rows) -> str:
     return "\n".join([above, "", *(f"| {' | '.join(line)} |" for line in lines)])
 
 
-def write_outputs(script: str, args, columns, rows, facts: dict, draw) -> None:
-    """Writes --out, a line for each row with the facts of the run, and --plot; ends the program where one cannot be
+def write_outputs(args, columns, rows, facts: dict, draw) -> None:
+    """Writes --out, a line for each row with the facts of the run, and --plot; raises UserError where one cannot be
     written."""
     outputs = (
         ("--out", args.out, lambda path: write_csv(path, [*columns, *facts], ({**row, **facts} for row in rows))),
@@ -155,4 +154,4 @@ def write_outputs(script: str, args, columns, rows, facts: dict, draw) -> None:
             try:
                 write(path)
             except OSError as error:
-                sys.exit(f"{script}: {option} {path} cannot be written: {error.strerror}")
+                raise UserError(f"{option} {path} cannot be written: {error.strerror}") from None

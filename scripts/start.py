@@ -1,0 +1,30 @@
+"""How every script of this folder that uses the plugin starts: on the plugin beside it, its errors in one sentence.
+
+    import start
+    …
+    if __name__ == "__main__":
+        start.run(main)
+
+Imported before the plugin, as sorting imports has it anyway, it lets `python scripts/NAME.py` find the mixtape_plugin
+of this checkout: nothing needs to be installed, and a copy that is installed from elsewhere is not taken for it.
+"""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Callable
+
+SCRIPTS = Path(__file__).resolve().parent
+
+sys.path.insert(0, str(SCRIPTS.parent))
+if Path(sys.argv[0]).resolve().parent == SCRIPTS:  # else a test imports a script
+    # Before fairseq is imported, which greets, and sets a level that floods the terminal.
+    logging.basicConfig(level=logging.WARNING)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Runs a script's main(); a UserError is printed without a traceback, and ends the script with status 1."""
+    from mixtape_plugin.errors import print_user_errors
+
+    print_user_errors()
+    main()

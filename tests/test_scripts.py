@@ -1,0 +1,41 @@
+"""What all scripts share: the plugin of their checkout, and errors in one sentence."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from recipes import ROOT
+
+SCRIPTS = [path for path in sorted((ROOT / "scripts").glob("*.py")) if "mixtape_plugin" in path.read_text()]
+MISTAKES = {  # options after which a script ends before it computes anything, and the end of its sentence
+    "score": (
+        "--hypotheses nowhere --references nowhere --source-lang en --target-lang de",
+        "nowhere cannot be read: ",
+    ),
+    "make_corpus": ("--out out --train 0", "--train 0 is not allowed: at least 1"),
+    "bottleneck": ("--steps 1", "--steps 1 is not allowed: at least 10"),
+    "average_checkpoints": ("--last 0 . --output out.pt", "--last 0 is not allowed: 1 or more"),
+}
+
+
+@pytest.mark.parametrize("path", [path for path in SCRIPTS if path.name != "start.py"], ids=lambda path: path.stem)
+def test_every_script_starts_alike(path):
+    code = path.read_text()
+    assert "\nimport start\n" in code and code.endswith("\n    start.run(main)\n")
+    assert "sys.path" not in code and "noqa: E402" not in code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
+def test_from_anywhere_beside_another_installed_copy(name, tmp_path):
+    (tmp_path / "mixtape_plugin").mkdir()
+    (tmp_path / "mixtape_plugin" / "__init__.py").write_text("raise ImportError('the wrong copy')")
+    options, sentence = MISTAKES[name]
+    command = [sys.executable, ROOT / "scripts" / f"{name}.py", *options.split()]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    env.pop("MIXTAPE_TRACEBACK", None)
+    result = subprocess.run(list(map(str, command)), cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: {sentence}") and result.stderr.count("\n") == 1
+    assert os.listdir(tmp_path) == ["mixtape_plugin"]
