@@ -2,6 +2,8 @@
 """One table of several trainings, out of their own logs and score files, as Markdown and CSV.
 
     python scripts/collect_results.py checkpoints/wmt14_en_de.* --csv results.csv --plot results.png
+    python scripts/collect_results.py examples/ptb/results/*.csv checkpoints/ptb.* --groups --baseline softmax
+    python scripts/collect_results.py --page docs/results.md
     python scripts/collect_results.py checkpoints/ptb.* --baseline softmax
     python scripts/collect_results.py checkpoints/ptb.* --correlate rank "test ppl" --scatter correlation.png
 
@@ -12,6 +14,9 @@ scripts/analyze.py. A value without a file is "not run", one that its file does 
 --groups puts trainings whose commands differ in --seed and --save alone into one line: mean ± standard deviation.
 --baseline LAYER adds how likely a difference as large is where there is none: p of Student's and of Welch's t-test.
 --correlate prints Pearson's r of two columns and draws one over the other.
+
+A CSV file that --csv wrote stands for the folders of its rows. --page makes the tables of a Markdown page anew: each
+block <!-- collect_results.py ARGUMENTS --> … <!-- end --> gets what these arguments print, run in the present folder.
 
     epochs       those that were trained whole
     ended        whether fairseq-train came to its end (or may still be at work)
@@ -25,6 +30,8 @@ scripts/analyze.py. A value without a file is "not run", one that its file does 
 """
 
 import argparse
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -34,9 +41,12 @@ from mixtape_plugin.analysis.files import write_csv, write_whole
 from mixtape_plugin.analysis.results import (
     NOT_RUN,
     collect,
+    columns_of,
     csv_columns,
+    csv_row,
     markdown,
-    validation_curve,
+    read,
+    read_rows,
 )
 from mixtape_plugin.analysis.statistics import (
     compare,
@@ -99,9 +109,14 @@ def draw_correlation(path, found, x, y):
     plt.close(figure)
 
 
-def main(argv=None):
+def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", metavar="DIR", help="folders that train.sh wrote")
+    parser.add_argument("folders", nargs="*", metavar="DIR", help="folders that train.sh wrote, or CSV files of --csv")
+    parser.add_argument("--columns", metavar="A,B,…", help="only these columns, in this order")
+    parser.add_argument(
+        "--where", action="append", metavar="TEXT", help="only trainings whose command has this, or these"
+    )
+    parser.add_argument("--page", type=Path, metavar="FILE", help="make the tables of this page anew, and nothing else")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table here")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the numbers, commands and signatures here")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw validation perplexity against updates")
@@ -111,7 +126,34 @@ def main(argv=None):
     parser.add_argument("--correlate", nargs=2, metavar="COLUMN", help="also Pearson's r of these two columns")
     parser.add_argument("--range", nargs=2, type=float, metavar=("LO", "HI"), help="of the second column, what counts")
     parser.add_argument("--scatter", type=Path, metavar="PNG", help="draw it here (default: correlation.png)")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse(argv)
+    if args.page:
+        write_page(args.page)
+    else:
+        print(report(args), end="")
+
+
+def write_page(path):
+    """Fills each block of a Markdown page with what its arguments print; it appears whole or stays as it was."""
+    text = read(path)
+    if text is None:
+        raise UserError(f"--page {path} does not exist")
+
+    def fill(block):
+        return f"{block[1]}\n{report(parse(shlex.split(block[2])))}{block[4]}"
+
+    filled, count = re.subn(r"(<!-- collect_results\.py (.*?) -->\n)(.*?)(<!-- end -->)", fill, text, flags=re.DOTALL)
+    if not count:
+        raise UserError(f"--page {path} has no block <!-- collect_results.py ARGUMENTS --> … <!-- end -->")
+    write_whole(path, lambda part: part.write_text(filled, encoding="utf-8"))
+
+
+def check(args):
+    """Raises UserError for the first option that is not allowed."""
     for option, path in (("--plot", args.plot), ("--scatter", args.scatter)):
         if path and path.suffix.lower() not in PICTURES:
             raise UserError(f"{option} {path} is not allowed: a name that ends in .png, .pdf or .svg")
@@ -119,18 +161,43 @@ def main(argv=None):
         if value and not args.correlate:
             raise UserError(f"{option} {value} needs --correlate: name two columns")
 
+    if not args.folders:
+        raise UserError("no training is given: name folders that train.sh wrote, or CSV files of --csv")
+
+
+def all_rows(args):
+    """A row for each training that is asked for; what is damaged in a folder is said."""
     rows = []
     for folder in args.folders:
+        if folder.endswith(".csv"):
+            rows += read_rows(folder)
+            continue
         row, damaged = collect(folder)
         rows.append(row)
         for sentence in damaged:
             print(f"collect_results.py: {sentence}", file=sys.stderr)
-    text, lines, correlation, scatter = markdown(rows), [], None, None
+    rows = [row for row in rows if all(text in row["command"] for text in args.where or ())]
+    if not rows:
+        raise UserError(f"--where {' '.join(args.where)} is in no training's command")
+    return rows
+
+
+def report(args):
+    """What is printed: the tables that are asked for. Files that are asked for are written."""
+    check(args)
+    rows = all_rows(args)
+    known = [*csv_columns(rows), "group", "n"]
+    columns = args.columns and [name.strip() for name in args.columns.split(",")]
+    unknown = [name for name in columns or () if name not in known and not name.startswith("p ")]
+    if unknown:
+        raise UserError(f"--columns {unknown[0]} is none of {', '.join(columns_of(rows))}")
+    text, lines, correlation, scatter = markdown(rows, columns), [], None, None
     if args.groups or args.baseline or args.groups_csv:
         found = groups(rows)
         baseline = find_baseline(found, args.baseline) if args.baseline else None
         lines, tests = compare(found, baseline)
-        text += "\n" + groups_markdown(lines, tests, baseline)
+        over_seeds = groups_markdown(lines, tests, baseline, columns)
+        text = over_seeds if columns else f"{text}\n{over_seeds}"
     if args.correlate:
         correlation = correlate(rows, *args.correlate, args.range)
         scatter = args.scatter or Path("correlation.png")
@@ -138,7 +205,6 @@ def main(argv=None):
             f"\n{args.correlate[1]} over {args.correlate[0]}: Pearson r = {correlation.r:.3f}, "
             f"p = {correlation.p:.3g}, n = {len(correlation.rows)} ({scatter})\n"
         )
-    print(text, end="")
     for option, path, write in (
         ("--markdown", args.markdown, lambda path: write_whole(path, lambda p: p.write_text(text, encoding="utf-8"))),
         ("--csv", args.csv, lambda path: save_csv(path, rows)),
@@ -151,11 +217,12 @@ def main(argv=None):
                 write(path)
             except OSError as error:
                 raise UserError(f"{option} {path} cannot be written: {error.strerror}") from None
+    return text
 
 
 def save_csv(path, rows):
     columns = csv_columns(rows)
-    values = ({column: NOT_RUN if row.get(column) is None else row[column] for column in columns} for row in rows)
+    values = ({column: csv_row(row).get(column, NOT_RUN) for column in columns} for row in rows)
     write_csv(path, columns, values)
 
 
@@ -165,7 +232,7 @@ def save_groups(path, lines):
 
 
 def save_plot(path, rows):
-    curves = [validation_curve(row["folder"]) for row in rows]
+    curves = [row["curve"] for row in rows]
     if not any(curves):
         raise UserError(f"--plot {path} has nothing to show: none of the logs has a validation")
     draw(path, rows, curves)

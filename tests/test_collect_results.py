@@ -7,7 +7,7 @@ import pytest
 from recipes import load_script
 from training_logs import DONE, SCORES, TIME, epoch, start, table_of, write_folder
 
-from mixtape_plugin.analysis.results import collect, log_records, validation_curve
+from mixtape_plugin.analysis.results import collect, log_records, read_rows
 from mixtape_plugin.errors import UserError
 
 collect_results = load_script("collect_results")
@@ -102,7 +102,7 @@ def test_resumed_training(folder):
     assert damaged == [] and (row["seed"], row["parameters"], row["updates"]) == ("9", 5_472_793, 548)
     assert (row["commit"], row["valid ppl"], row["wall s"]) == ("3be862a, 48f452b+", 63.25, 130)
     assert row["ended"] == "no"  # something was begun after "done training"
-    assert validation_curve(path) == {274: 200.5, 548: 63.25}
+    assert row["curve"] == {274: 200.5, 548: 63.25}
 
 
 def test_json_log(folder):
@@ -122,7 +122,7 @@ def test_json_log(folder):
     path = folder(train_log=log)
     row, _ = collect(path)
     assert (row["updates"], row["epochs"], row["valid ppl"], row["tokens/s"]) == (682, 3, 300.72, 977.2)
-    assert row["wall s"] == 61 and validation_curve(path) == {682: 300.72}
+    assert row["wall s"] == 61 and row["curve"] == {682: 300.72}
 
 
 def test_infinite_and_tiny_numbers(folder):
@@ -174,6 +174,45 @@ def test_empty_log_and_no_log(folder, capsys):
     ]
 
 
+def test_a_csv_file_stands_for_its_trainings(folder, capsys, tmp_path):
+    """The same table, groups and curves as from the folders themselves."""
+    trainings = [
+        folder("one", train_log=start() + epoch(1, 274, 200.5) + epoch(2, 548, 63.25), score_json=json.dumps(SCORES)),
+        folder("two", train_log=start(seed=8) + epoch(1, 274, 190.25) + DONE, test__perplexity_txt="ppl 6.22\n"),
+        folder("old", train_log=start().replace("train.sh: commit", "x")),
+    ]
+    (trainings[0] / "rank.json").write_text(json.dumps({"columns": {"rank": 402.0}}))
+    file = tmp_path / "r.csv"
+    collect_results.main([*map(str, trainings), "--groups", "--csv", str(file)])
+    printed = capsys.readouterr().out
+    collect_results.main([str(file), "--groups", "--csv", str(tmp_path / "again.csv")])
+    assert capsys.readouterr().out == printed
+    assert (tmp_path / "again.csv").read_text() == file.read_text()
+    assert read_rows(file)[0]["curve"] == {274: 200.5, 548: 63.25} and read_rows(file)[2]["curve"] == {}
+
+    collect_results.main([str(file), "--columns", "seed,valid ppl", "--where=multi30k", "--where=--seed"])
+    rows, _ = table_of(capsys.readouterr().out)
+    assert rows == [{"seed": "7", "valid ppl": "63.25"}, {"seed": "8", "valid ppl": "190.25"}]
+    collect_results.main([str(file), "--groups", "--columns", "valid ppl", "--where=--seed"])
+    (row,), _ = table_of(capsys.readouterr().out)
+    assert row == {"group": "mixtape-4", "n": "2", "valid ppl": "126.75 ± 89.80"}
+
+
+def test_a_page_gets_its_tables(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder("one", train_log=start() + epoch(1, 274, 200.5))
+    page, block = tmp_path / "page.md", "<!-- collect_results.py one --columns 'seed,valid ppl' -->\n{}<!-- end -->"
+    page.write_text(f"# Title\n{block.format('old')}\ntext\n{block.format('')}\n")
+    collect_results.main(["--page", "page.md"])
+    filled = block.format("\n| seed | valid ppl |\n| --- | --- |\n| 7 | 200.50 |\n")
+    assert page.read_text() == f"# Title\n{filled}\ntext\n{filled}\n"
+    before = page.read_text().replace("one --", "two --")
+    page.write_text(before)
+    with pytest.raises(UserError, match="two is no folder"):
+        collect_results.main(["--page", "page.md"])
+    assert page.read_text() == before
+
+
 def test_plot(folder, tmp_path, monkeypatch):
     import matplotlib.pyplot as plt
 
@@ -196,6 +235,11 @@ def test_plot(folder, tmp_path, monkeypatch):
         (["."], ". holds neither train.log nor scores: give the folders that train.sh wrote"),
         (["run", "--plot", "a.png"], "--plot a.png has nothing to show: none of the logs has a validation"),
         (["run", "--csv=a.csv", "--plot=a.txt"], "--plot a.txt is not allowed: a name that ends in .png, .pdf or .svg"),
+        (["damaged.csv"], "damaged.csv is no table of trainings: give one that collect_results.py --csv wrote"),
+        ([], "no training is given: name folders that train.sh wrote, or CSV files of --csv"),
+        (["run", "--where", "moon"], "--where moon is in no training's command"),
+        (["--page", "page.md"], "--page page.md has no block <!-- collect_results.py ARGUMENTS --> … <!-- end -->"),
+        (["--page", "nowhere.md"], "--page nowhere.md does not exist"),
         (["run", "--csv", "nowhere/a.csv"], "--csv nowhere/a.csv cannot be written: No such file or directory"),
         (["run", "--markdown", "run/x/a.md"], "--markdown run/x/a.md cannot be written: No such file or directory"),
     ],
@@ -203,6 +247,8 @@ def test_plot(folder, tmp_path, monkeypatch):
 def test_mistakes(args, sentence, folder, tmp_path, monkeypatch):
     folder("run", train_log=start())
     folder("seen", train_log=start() + epoch(1, 1, 2))
+    (tmp_path / "damaged.csv").write_text("folder,layer\nx,y\n")
+    (tmp_path / "page.md").write_text("no table\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as error:
         collect_results.main(args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
@@ -18,6 +19,7 @@ COMMON = ("training", "layer", "seed", "updates", "epochs", "ended", "parameters
 BITS = ("train bits/character", "valid bits/character", "test bits/character")
 LANGUAGE_MODEL = ("cache pointer", "dynamic evaluation")
 TRANSLATION = ("BLEU 13a", "BLEU intl", "BLEU 13a lower-cased", "BLEU tokenized", "chrF")
+CURVE = "validation by updates"
 RUN = ("tokens/s", "s an epoch", "wall s", "commit")
 # What scripts/analyze.py leaves in a training's folder: the figures that are columns are under "columns".
 ANALYSES = ("rank.json", "predictions.json", "similarity.json")
@@ -61,9 +63,8 @@ def log_records(text: str):
             continue
 
 
-def validation_curve(folder) -> dict:
+def validation_curve(records) -> dict:
     """Updates -> perplexity of the validation text, as far as the log of a training goes; {} where there is none."""
-    records = log_records(read(Path(folder) / "train.log") or "")
     return {
         int(r["num_updates"]): r["ppl"] for name, r in records if name == "valid" and {"num_updates", "ppl"} <= {*r}
     }
@@ -129,6 +130,7 @@ def from_log(text: str) -> dict:
     row["updates"] = max(map(int, values("num_updates", "train_inner", "train", "valid")), default=None)
     row["epochs"] = max(map(int, values("epoch", "train")), default=None)  # those that were trained whole
     row["valid ppl"] = min(values("ppl", "valid"), default=None)
+    row["curve"] = validation_curve(records)
     row["train ppl"] = train_perplexity(records, ":" in (last(r"[( ]data='([^']*)'", text) or ""))
     speeds = values("wps", "train_inner") or values("wps", "train")
     row["tokens/s"] = statistics.median(speeds) if speeds else None
@@ -203,6 +205,45 @@ def collect(folder) -> tuple:
     return row, damaged
 
 
+def read_rows(path) -> list:
+    """The rows of a CSV file that collect_results.py wrote, as :func:`collect` gave them.
+
+    Raises:
+        UserError: the file cannot be read, or is none of those.
+    """
+    text = read(Path(path))
+    lines = list(csv.DictReader((text or "").splitlines()))
+    if not lines or not {"folder", "layer", "command", CURVE} <= {*lines[0]}:
+        raise UserError(f"{path} is no table of trainings: give one that collect_results.py --csv wrote")
+    known = {*COMMON, *BITS, *LANGUAGE_MODEL, *TRANSLATION, *RUN, "folder", "command", CURVE}
+    rows = []
+    for line in lines:
+        row = {name: value_of(text) for name, text in line.items() if name}
+        row["seed"] = row["seed"] and str(row["seed"])
+        row["commit"], row["training"] = line["commit"], line["training"]
+        points = (point.split(":") for point in (line[CURVE] or "").split() if ":" in point)
+        row["curve"] = {int(updates): float(perplexity) for updates, perplexity in points}
+        signatures = {name for name in row if name.endswith(" signature")}
+        scores = {name[: -len(" signature")] for name in signatures}
+        figures = {name: row[name] for name in row if isinstance(row[name], float) and name not in known | scores}
+        if figures:
+            row["analyses"] = figures
+        rows.append({name: value for name, value in row.items() if value is not None or name not in signatures})
+    return rows
+
+
+def value_of(text: str):
+    """A cell of a CSV file: None for what was not run, a number, or the text itself."""
+    if text in (NOT_RUN, "", None):
+        return None
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
 def columns_of(rows) -> list:
     """The columns of a table of these rows: those of translation, of language models, or both."""
     scores = [key[: -len(" signature")] for row in rows for key in row if key.endswith(" signature")]
@@ -245,9 +286,9 @@ def table(header, lines) -> str:
     return "".join("| " + " | ".join(value.replace("|", "\\|") for value in row) + " |\n" for row in rows)
 
 
-def markdown(rows) -> str:
-    """A table with a line for each training, and the signatures of its scores."""
-    columns = columns_of(rows)
+def markdown(rows, columns=None) -> str:
+    """A table with a line for each training, and the signatures of its scores; all columns unless some are given."""
+    columns = columns or columns_of(rows)
     names = ["wall time" if column == "wall s" else column for column in columns]
     several = len({row["folder"] for row in rows}) > 1
     text = table(names, ([cell(column, row.get(column)) for column in columns] for row in rows))
@@ -267,4 +308,10 @@ def csv_columns(rows) -> list:
     """Those of the table, and the folder, the command and the signatures."""
     columns = columns_of(rows)
     signatures = [f"{column} signature" for column in columns if any(f"{column} signature" in row for row in rows)]
-    return ["folder", *columns, "command", *signatures]
+    return ["folder", *columns, "command", CURVE, *signatures]
+
+
+def csv_row(row) -> dict:
+    """What a CSV file has in :func:`csv_columns`; the curve as "updates:perplexity" with spaces between."""
+    cells = {name: NOT_RUN if value is None else value for name, value in row.items()}
+    return {**cells, CURVE: " ".join(f"{updates}:{value:g}" for updates, value in row["curve"].items())}

@@ -123,10 +123,15 @@ def compare(found, baseline: Group | None = None) -> tuple:
     return lines, tests
 
 
-def groups_markdown(lines, tests: int, baseline: Group | None = None) -> str:
-    """The lines of :func:`compare` as a Markdown table, without the columns that no group has anything in."""
+def groups_markdown(lines, tests: int, baseline: Group | None = None, columns=None) -> str:
+    """The lines of :func:`compare` as a Markdown table, without the columns that no group has anything in.
+
+    With ``columns`` only those, and ``group`` and ``n``.
+    """
     names = dict.fromkeys(name for line in lines for name in line if line[name] is not None)
     shown = [name for name in names if name != "command" and not name.endswith(" sd")]
+    if columns:
+        shown = [name for name in dict.fromkeys(("group", "n", *columns)) if name in shown]
 
     def value(line, name):
         number = line.get(name)
