@@ -42,7 +42,7 @@ from mixtape_plugin.benchmarks.command_line import (
 from mixtape_plugin.benchmarks.measuring import Setting
 from mixtape_plugin.benchmarks.network_benchmark import COLUMNS, benchmark
 from mixtape_plugin.benchmarks.network_workloads import SHAPES, SIZES, TextShape
-from mixtape_plugin.benchmarks.workloads import BASELINE, check_layer, layer_options, variants
+from mixtape_plugin.benchmarks.workloads import EAGER_SOFTMAX, check_layer, layer_options, variants
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.models.awd_lstm_lm import parse_hidden_sizes
 from mixtape_plugin.output_layers import OUTPUT_IMPLS
@@ -101,7 +101,7 @@ def parse(argv):
         check_layer(layer, needs_components=True)
     args.shapes = [
         shape._replace(
-            layers=tuple(dict.fromkeys([BASELINE.layer, *(args.layers or shape.layers)])),
+            layers=tuple(dict.fromkeys([EAGER_SOFTMAX.layer, *(args.layers or shape.layers)])),
             batch_size=args.batch_size or shape.batch_size,
             segment_length=args.segment_length or shape.segment_length,
             label_smoothing=shape.label_smoothing if args.label_smoothing is None else args.label_smoothing,
@@ -172,7 +172,7 @@ def main(argv=None):
     facts = {**provenance(args, dtype="float32", noise=True), "sizes": args.sizes}
     setting = Setting(args.device, "float32", args.threads, noise=True)
     limit, budgets = settings_of_memory(args)
-    chosen = {shape: variants(shape.layers, args.impls) for shape in args.shapes}
+    chosen = {shape: variants(shape.layers, args.impls, EAGER_SOFTMAX) for shape in args.shapes}
     rows = []
     total = len(budgets) * sum(map(len, chosen.values())) * (2 * args.rounds + 3)
     with tqdm(total=total, unit="turn") as bar:

@@ -10,11 +10,11 @@ linear_cross_entropy and, on a GPU, Liger-Kernel and cut-cross-entropy. They tak
 that a busy machine is busy for all of them: the ratios of their medians hold better than the times. Softmax has no
 projection: its features are E wide, those of the others D.
 
-Ratios are to the eager softmax, of the time of a token; FLOPs are those of the matrix products, "matmul" is their speed
-as a share of that of one large matrix product in the same rounds, and "paper" is the time of the output layer in tables
-3 to 6 of the Mixtape paper, at one batch size or at one memory budget as in the row. Memory is the peak beyond that of
-a step on 16 tokens: without weights and their gradients, on a CPU in a fresh process for each layer. A layer that would
-not fit in memory is skipped, and says so.
+Ratios are to the plain softmax, F.cross_entropy(F.linear(h, W, b), y), of the time of a token. FLOPs are those of the
+matrix products, "matmul" is their speed as a share of that of one large matrix product in the same rounds, and
+"paper" is the time of the output layer in tables 3 to 6 of the Mixtape paper, at one batch size or at one memory
+budget. Memory is the peak beyond that of a step on 16 tokens: without weights and their gradients, on a CPU in a
+fresh process for each layer. A layer that would not fit in memory is skipped, and says so.
 
 --memory-budget adds rows at the largest number of tokens whose step fits, weights and gradients included. Since memory
 is about affine in tokens, two measured steps give an estimate, which is measured and corrected to within 2%. The fused

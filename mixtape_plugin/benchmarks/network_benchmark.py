@@ -32,7 +32,7 @@ from mixtape_plugin.benchmarks.network_workloads import (
     network_args,
     paper_output_share,
 )
-from mixtape_plugin.benchmarks.workloads import BASELINE, Variant, fused_memory, paper_ratio, without_values
+from mixtape_plugin.benchmarks.workloads import EAGER_SOFTMAX, Variant, fused_memory, paper_ratio, without_values
 from mixtape_plugin.criterions.awd_lstm_cross_entropy import AWDLSTMCrossEntropy
 from mixtape_plugin.criterions.output_layer_cross_entropy import OutputLayerCrossEntropy
 from mixtape_plugin.data.bptt_dataset import BpttDataset, TokenStream
@@ -265,7 +265,7 @@ def benchmark(
         row["tokens_per_second"] = 1000 * row["batch_size"] * shape.segment_length / row["ms_median"]
         row["ms_per_instance"] = row["ms_median"] / row["batch_size"]
         row["output_share"] = row["output_ms_median"] / row["ms_median"]
-        baseline = rows[variants.index(BASELINE)] if (BASELINE, "network") in times else None
+        baseline = rows[variants.index(EAGER_SOFTMAX)] if (EAGER_SOFTMAX, "network") in times else None
         if baseline:
             row["time_ratio"] = row["ms_per_instance"] / baseline["ms_per_instance"]
             batches = row["batch_size"] / baseline["batch_size"]

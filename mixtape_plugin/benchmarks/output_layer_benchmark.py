@@ -43,7 +43,7 @@ from mixtape_plugin.benchmarks.workloads import (
 
 TINY = 16  # tokens of the step that peak memory is measured against
 
-# of a benchmark's rows; times in ms, memory in MB (10^6 bytes), ratios to the eager softmax
+# of a benchmark's rows; times in ms, memory in MB (10^6 bytes), ratios to the plain softmax
 COLUMNS = (
     *("shape", "sweep", "sweep_value", "vocab_size", "embed_dim", "feature_dim", "num_components", "frequent_ratio"),
     *("layer", "impl", "memory_budget_gb", "tokens", "fits_more", "ms_median", "ms_min", "ms_max", "us_per_token"),

@@ -103,7 +103,12 @@ class Variant(NamedTuple):
     impl: str = "eager"  # of OUTPUT_IMPLS, or, of softmax, of PEERS
 
 
-BASELINE = Variant("softmax", "eager")
+BASELINE = Variant("softmax", "plain")  # of output layers: the code that everyone writes
+EAGER_SOFTMAX = Variant("softmax", "eager")  # of whole networks, which have an output layer of this plugin
+
+
+def plain_loss(features, weight, bias, target, label_smoothing):
+    return F.cross_entropy(F.linear(features, weight, bias), target, label_smoothing=label_smoothing, reduction="sum")
 
 
 def torch_loss(features, weight, bias, target, label_smoothing):
@@ -131,12 +136,12 @@ def cut_loss(features, weight, bias, target, label_smoothing):
 
 
 # Losses of softmax by others: features [N, E], weight [V, E], bias [V], target [N], ε as torch counts it
-PEERS = {"torch": torch_loss, "liger": liger_loss, "cut-cross-entropy": cut_loss}
+PEERS = {"plain": plain_loss, "torch": torch_loss, "liger": liger_loss, "cut-cross-entropy": cut_loss}
 
 
 def installed_peers(device: str) -> list:
     """Those of :data:`PEERS` that can run here."""
-    names = ["torch"] if hasattr(F, "linear_cross_entropy") else []
+    names = ["plain", *(["torch"] if hasattr(F, "linear_cross_entropy") else [])]
     if device == "cuda":
         modules = {"liger": "liger_kernel", "cut-cross-entropy": "cut_cross_entropy"}
         names += [name for name, module in modules.items() if importlib.util.find_spec(module)]
@@ -186,14 +191,14 @@ def check_layer(text: str, needs_components: bool = False) -> str:
     raise UserError(f"--layers {text} is not allowed: {', '.join(names)}; mixtures may end in a K, such as mos-15")
 
 
-def variants(layers, impls) -> list:
-    """The layers in those of the implementations that they have, the eager softmax first; peers have softmax only."""
+def variants(layers, impls, baseline: Variant = BASELINE) -> list:
+    """The layers in those of the implementations that they have, the baseline first; peers have softmax only."""
 
     def has(layer, impl):
         return layer == BASELINE.layer if impl in PEERS else impl != "fused" or class_of(layer).has_fused_loss()
 
     pairs = [Variant(layer, impl) for layer in layers for impl in impls if has(layer, impl)]
-    return list(dict.fromkeys([BASELINE, *pairs]))
+    return list(dict.fromkeys([baseline, *pairs]))
 
 
 def num_components(layer: str, shape: Shape) -> int:
