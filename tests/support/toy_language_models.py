@@ -14,7 +14,7 @@ from conftest import USER_DIR, make_dictionary, run
 from mixtape_plugin.data.bptt_dataset import TokenStream
 from mixtape_plugin.models.awd_lstm_lm import AWDLSTMLanguageModel
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 V, EOS, PAD = 14, 2, 1
 
 

@@ -161,7 +161,7 @@ def inputs(data, text, tmp_path_factory):  # noqa: F811
 
 @pytest.mark.slow
 def test_no_damage_ends_in_a_traceback(inputs):
-    script = Path(__file__).with_name("mutate_inputs.py")
+    script = Path(__file__).parents[1] / "support" / "mutate_inputs.py"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.path.dirname(USER_DIR)}
     command = [sys.executable, script, inputs, SEED, CASES]
     result = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True)

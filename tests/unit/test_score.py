@@ -13,7 +13,7 @@ from recipes import load_script
 
 from mixtape_plugin.errors import UserError
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "score.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "score.py"
 score_script = load_script("score")
 
 NO_FILE = "No such file or directory"

@@ -10,7 +10,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TINY_TRANSFORMER = """
     --encoder-layers 1 --encoder-embed-dim 16 --encoder-ffn-embed-dim 16 --decoder-layers 1 --decoder-embed-dim 16
     --decoder-ffn-embed-dim 16 --max-epoch 6 --max-tokens 1000 --gate-dim 4 --warmup-updates 10 --log-interval 1

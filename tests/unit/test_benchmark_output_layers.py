@@ -20,7 +20,7 @@ from mixtape_plugin.benchmarks.output_layer_benchmark import Step, benchmark
 from mixtape_plugin.benchmarks.workloads import BASELINE, SHAPES, Shape, Variant, layer_options, multiply_adds
 from mixtape_plugin.errors import UserError
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "benchmark_output_layers.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark_output_layers.py"
 script = load_script("benchmark_output_layers")
 
 LAYERS = list(layer_options())

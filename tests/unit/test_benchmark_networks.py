@@ -17,7 +17,7 @@ from mixtape_plugin.benchmarks.network_workloads import SHAPES, network_args
 from mixtape_plugin.benchmarks.workloads import EAGER_SOFTMAX, Variant, paper_ratio, variants
 from mixtape_plugin.errors import UserError
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "benchmark_networks.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark_networks.py"
 script = load_script("benchmark_networks")
 
 LAYERS = ("softmax", "moc-2", "mos-3", "mixtape", "mixtape-no-sharing")

@@ -16,7 +16,7 @@ from mixtape_plugin.analysis.rank import log_prob_rank
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.output_layers import OutputLayerConfig
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "bottleneck.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bottleneck.py"
 
 
 def test_truth_is_a_dirichlet_of_full_rank():
