@@ -3,10 +3,11 @@
 # On a GPU where there is one, else on the CPU. A rerun with the same --save goes on from its last checkpoint.
 set -euo pipefail
 
-usage="usage: train.sh softmax|mos|moc|mixtape [--data DIR] [--save DIR] [--seed N] [flags of fairseq-train, which win over those here]
+usage="usage: train.sh softmax|mos|moc|mixtape [--data DIR] [--save DIR] [--seed N] [--float32] [flags of fairseq-train, which win over those here]
   --data DIR    what prepare.sh wrote (default: data-bin/switchboard)
   --save DIR    checkpoints and train.log (default: checkpoints/switchboard.LAYER.seedN)
-  --seed N      default: 1"
+  --seed N      default: 1
+  --float32     on the CPU, no bfloat16 even where the processor has it"
 root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/scripts/training.sh"
 
@@ -21,7 +22,7 @@ case $layer in
   mixtape) layer_flags=(--num-components 4 --output-embed-dim 350 --gate-dim 64 --frequent-ratio 0.1) ;;
 esac
 
-float32=1 cpu_precision # on the CPU, memory of a step is kept for the next one, and bfloat16 is not tried
+cpu_precision
 # The MoS paper gives no settings: these are Zhao et al.'s, whose loss is a mean over responses (--sentence-avg).
 logged fairseq-train "$data" --user-dir "$root/mixtape_plugin" --save-dir "$save" --seed "$seed" \
   --task translation --source-lang context --target-lang response \
@@ -29,4 +30,4 @@ logged fairseq-train "$data" --user-dir "$root/mixtape_plugin" --save-dir "$save
   --criterion output_layer_cross_entropy --sentence-avg \
   --optimizer adam --lr 1e-3 --clip-norm 5 --batch-size 30 --required-batch-size-multiple 1 \
   --max-epoch 60 --patience 5 --no-epoch-checkpoints \
-  --log-format simple --log-interval 500 "${extra[@]+"${extra[@]}"}"
+  --log-format simple --log-interval 500 "${precision[@]+"${precision[@]}"}" "${extra[@]+"${extra[@]}"}"
