@@ -13,7 +13,7 @@ softmax  --output-layer softmax
 mos      --output-layer mos --num-components 10 --output-embed-dim 300
 moc      --output-layer moc --num-components 10 --output-embed-dim 300
 mixtape  --output-layer mixtape --num-components 4 --output-embed-dim 350 --gate-dim 64 --frequent-ratio 0.1"
-plan --example switchboard --data data-bin/switchboard --dictionary dict.response.txt --layers "$layers" -- "$@"
+plan --example switchboard --data data-bin/switchboard --dictionary dict.response.txt --options float32 --layers "$layers" -- "$@"
 
 # The MoS paper gives no settings: these are Zhao et al.'s, whose loss is a mean over responses (--sentence-avg).
 fairseq_train --task translation --source-lang context --target-lang response \

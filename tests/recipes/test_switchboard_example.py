@@ -237,6 +237,7 @@ def write_references(folder, responses):
     (folder / "test_multi_ref.json").write_text(json.dumps(entries))
 
 
+@pytest.mark.slow
 def test_several_references(prepared, corpus, tmp_path):
     folder, out = shutil.copytree(corpus, tmp_path / "corpus"), tmp_path / "out"
     responses = lines(prepared / "text" / "test.response")
