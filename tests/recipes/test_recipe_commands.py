@@ -10,7 +10,7 @@ from conftest import USER_DIR
 from fairseq import options
 from recipes import PRINT, ROOT, machine, mistake, output, run
 
-RECIPES = ("multi30k", "one_billion_word", "ptb", "text8", "wikitext2", "wmt14_en_de", "wmt14_en_fr")
+RECIPES = ("multi30k", "one_billion_word", "ptb", "switchboard", "text8", "wikitext2", "wmt14_en_de", "wmt14_en_fr")
 # What was run for the numbers that are published here; on a machine of 8 GPUs, REPOSITORY standing for its folder.
 COMMANDS = (Path(__file__).parent / "recipe_commands.txt").read_text()
 
@@ -24,7 +24,7 @@ def venv(tmp_path_factory):
 def data(tmp_path_factory):
     """Enough for every train.sh to begin."""
     folder = tmp_path_factory.mktemp("data") / "with a space"
-    for name in ("dict.txt", "dict.en.txt", "shard00/dict.txt", "shard01/dict.txt"):
+    for name in ("dict.txt", "dict.en.txt", "dict.response.txt", "shard00/dict.txt", "shard01/dict.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("the 1\n")
     return folder
@@ -110,7 +110,7 @@ def test_the_second_stage_is_printed_before_the_first_has_ended(venv):
 
 
 # The recipes that train in bfloat16 on a CPU
-@pytest.mark.parametrize("example", ["multi30k", "ptb", "text8", "wikitext2"])
+@pytest.mark.parametrize("example", ["multi30k", "ptb", "switchboard", "text8", "wikitext2"])
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_bfloat16_on_a_cpu_that_has_it(example, gpus, data, tmp_path):
     (tmp_path / "with").write_text("flags\t\t: fpu avx512_bf16 sse\n")
