@@ -19,6 +19,7 @@ COMMON = ("training", "layer", "seed", "updates", "epochs", "ended", "parameters
 BITS = ("train bits/character", "valid bits/character", "test bits/character")
 LANGUAGE_MODEL = ("cache pointer", "dynamic evaluation")
 TRANSLATION = ("BLEU 13a", "BLEU intl", "BLEU 13a lower-cased", "BLEU tokenized", "chrF")
+DIALOG = "BLEU-1 precision"  # of scripts/score_dialog.py, among others
 CURVE = "validation by updates"
 RUN = ("tokens/s", "s an epoch", "wall s", "commit")
 # What scripts/analyze.py leaves in a training's folder: the figures that are columns are under "columns".
@@ -245,16 +246,24 @@ def value_of(text: str):
 
 
 def columns_of(rows) -> list:
-    """The columns of a table of these rows: those of translation, of language models, or both."""
+    """The columns of a table of these rows: those of translation, of dialog, of language models, or several of them."""
     scores = [key[: -len(" signature")] for row in rows for key in row if key.endswith(" signature")]
-    translation = [row for row in rows if row.get("task") == "translation" or any(name in row for name in TRANSLATION)]
+    dialog = [row for row in rows if DIALOG in row]
+    translation = [
+        row
+        for row in rows
+        if any(name in row for name in TRANSLATION) or (row.get("task") == "translation" and row not in dialog)
+    ]
     columns = [*COMMON]
     if any(name in row for row in rows for name in BITS):
         columns += BITS
-    if len(translation) < len(rows):
+    if len(translation) + len(dialog) < len(rows):
         columns += LANGUAGE_MODEL
+    if dialog:
+        columns += dict.fromkeys(name for name in scores if name.startswith("BLEU-"))
     if translation:
-        bleu = dict.fromkeys([*TRANSLATION[:-1], *(name for name in scores if name != TRANSLATION[-1])])
+        others = (name for name in scores if name != TRANSLATION[-1] and name not in columns)
+        bleu = dict.fromkeys([*TRANSLATION[:-1], *others])
         columns += [*bleu, TRANSLATION[-1]]
     return [*columns, *dict.fromkeys(name for row in rows for name in row.get("analyses", ())), *RUN]
 
@@ -277,6 +286,8 @@ def digits(column: str) -> int:
     """How many decimals a column's values have."""
     if column.endswith("/character"):
         return 4
+    if column.startswith("BLEU-"):  # of dialog, from 0 to 1
+        return 3
     return {"tokens/s": 0, "s an epoch": 0, "KLD": 3, "similarity": 3}.get(column, 2)
 
 

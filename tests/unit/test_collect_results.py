@@ -64,6 +64,21 @@ def test_signatures_that_differ_are_told_apart(folder, capsys):
     assert notes[1:] == [f"- BLEU 13a ({one}): `nrefs:1|tok:13a`", f"- BLEU 13a ({two}): `nrefs:1|tok:13a|version:1`"]
 
 
+def test_dialog(folder, capsys):
+    scores = [
+        {"metric": f"BLEU-{n} {kind}", "score": 0.1234 + n, "signature": "refs:1", "preprocessing": None}
+        for n in (1, 2)
+        for kind in ("precision", "recall")
+    ]
+    path = folder(
+        train_log=start() + epoch(1, 9, 30), score_json=json.dumps(scores), test__perplexity_txt="ppl 35.40\n"
+    )
+    collect_results.main([str(path)])
+    (row,), _ = table_of(capsys.readouterr().out)
+    assert (row["test ppl"], row["BLEU-1 precision"], row["BLEU-2 recall"]) == ("35.40", "1.123", "2.123")
+    assert not {"BLEU 13a", "chrF", "cache pointer"} & set(row)
+
+
 def test_language_models(folder, capsys):
     """Files as examples/*/evaluate.sh, dynamic_evaluation.py and cache_pointer.py write them."""
     static = "test: 82,430 tokens, static perplexity 521.078\n"
