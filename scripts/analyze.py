@@ -283,7 +283,8 @@ def check(args):
     """Raises UserError for the first mistake; names the folders, by their paths where two have one name."""
     for name, least in {"contexts": 2, "batch_size": 1, "top": 1, "random": 0, "search_count": 1}.items():
         value = getattr(args, name, None)
-        check_values(args, {name: (value is None or value >= least, f"at least {least}")})
+        if value is not None:
+            check_values(args, {name: (value >= least, f"at least {least}")})
     for folder in args.folders:
         find_checkpoint(folder, args.checkpoint)
         if not os.access(folder, os.W_OK):

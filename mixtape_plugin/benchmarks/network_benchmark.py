@@ -42,8 +42,8 @@ from mixtape_plugin.output_layers import OutputLayerConfig, base, build_output_l
 
 # the papers' for language models, but for the learning rate, whose value takes no time
 CLIP_NORM, WEIGHT_DECAY, LR = 0.25, 1.2e-6, 1.0
-TINY = {"vocab_size": 20, "embed_dim": 2, "hidden_sizes": "2,2", "batch_size": 2, "segment_length": 2}
-TINY_TRANSLATION = {"arch": "mixtape_transformer_tiny", "vocab_size": 20, "batch_size": 2, "segment_length": 2}
+TINY = {"vocab_size": 40, "embed_dim": 2, "hidden_sizes": "2,2", "batch_size": 2, "segment_length": 2}
+TINY_TRANSLATION = {"arch": "mixtape_transformer_tiny", "vocab_size": 40, "batch_size": 2, "segment_length": 2}
 
 # of a benchmark's rows; times in ms, memory in MB (10^6 bytes), ratios to the eager softmax, shares of the step
 COLUMNS = (

@@ -123,15 +123,15 @@ def test_benchmark_of_layers(monkeypatch, tmp_path):
     rows = rows_of("benchmark_output_layers", options, tmp_path / "layers.csv")
     names = [(row["layer"], row["impl"]) for row in rows]
     assert names == [
-        ("softmax", "eager"), ("softmax", "fused"), ("sigsoftmax", "eager"), ("average-2", "eager"),
-        ("average-3", "eager"),
+        ("softmax", "plain"), ("softmax", "eager"), ("softmax", "fused"),
+        ("sigsoftmax", "eager"), ("average-2", "eager"), ("average-3", "eager"),
     ]  # fmt: skip
     assert all(float(row["ms_median"]) > 0 for row in rows)
-    assert [row["feature_dim"] for row in rows] == ["6", "6", "6", "10", "10"]
+    assert [row["feature_dim"] for row in rows] == ["6", "6", "6", "6", "10", "10"]
     embedding = 50 * (6 + 1)
-    parameters = [embedding, embedding, embedding, embedding + 2 * 6 * 11, embedding + 3 * 6 * 11]
+    parameters = [embedding, embedding, embedding, embedding, embedding + 2 * 6 * 11, embedding + 3 * 6 * 11]
     assert [int(row["parameters"]) for row in rows] == parameters
-    ratios = [1, 1, 1, (300 + 2 * 60) / 300, (300 + 3 * 60) / 300]
+    ratios = [1, 1, 1, 1, (300 + 2 * 60) / 300, (300 + 3 * 60) / 300]
     assert [float(row["flop_ratio"]) for row in rows] == pytest.approx(ratios)
     shape = workloads.Shape("", 50, 6, 10, 3, 0.2, 20)
     assert workloads.multiply_adds("sigsoftmax", shape, projected=True) == 300 + 60

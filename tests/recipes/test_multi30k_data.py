@@ -36,7 +36,7 @@ def test_multi30k_from_raw_text_to_the_table(target, bpe, layer, tmp_path, capsy
 
     flags = ["--data", data, "--save", save, *recipes.TINY_TRANSFORMER, "--max-epoch", 5]
     output("multi30k", "train.sh", layer, *flags)
-    output("multi30k", "evaluate.sh", save, "--data", data)
+    output("multi30k", "evaluate.sh", save, "--data", data, "--last", 5)
     hypotheses = lines(save / "test.hyp")
     assert len(hypotheses) == 40 and not any("@@" in line or "\u2581" in line for line in hypotheses)
     scores = {row["metric"]: row["score"] for row in json.loads((save / "score.json").read_text())}

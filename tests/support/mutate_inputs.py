@@ -19,7 +19,7 @@ from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq_cli import generate, train
 
-from mixtape_plugin import fairseq_compat
+from mixtape_plugin.errors import sentence_for_user
 
 TRANSLATION = ["dict.x.txt", "dict.y.txt", "train.x-y.x.idx", "train.x-y.x.bin", "train.x-y.y.idx", "train.x-y.y.bin"]
 TEST = ["dict.x.txt", "dict.y.txt", "test.x-y.x.idx", "test.x-y.x.bin"]
@@ -83,7 +83,7 @@ def run_in_child(command):
             command()
             ended = ["done", ""]
         except BaseException as error:
-            sentence = fairseq_compat._sentence_for_user(error)
+            sentence = sentence_for_user(error)
             ended = ["sentence", sentence] if sentence else ["traceback", traceback.format_exc()]
         os.write(writer, json.dumps(ended).encode())
         os._exit(0)
