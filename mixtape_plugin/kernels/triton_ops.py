@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mixtape_plugin.kernels.sigmoid_tree import nodes_bottom_up, rightmost_leaves
+from mixtape_plugin.kernels.torch_ops import curve_softmax_minus_label_  # noqa: F401 - there is no kernel for curves
 
 MAX_ROW_BLOCK = 8192  # columns of a row that a softmax takes in one step
 MAX_TILE = 4096  # elements of a tile [K, columns] of a mixture of softmaxes
