@@ -1,8 +1,9 @@
 """The papers' formulas, typed out in float64 for tests to compare with: plain, slow, sharing nothing with the plugin.
 
 MoS is Yang et al. 2018, "Breaking the Softmax Bottleneck"; Mixtape is Yang et al. 2019, "Mixtape: Breaking the Softmax
-Bottleneck Efficiently". SigSoftmax, GSS and LMS-PLIF are those of Parthiban et al. 2021. Logarithms are natural. Parameters are a dict from the name inside a layer to its tensor;
-random draws are passed in, a dropout mask as the factor itself (0 or 1/(1-p)), noise as the term itself (scaled).
+Bottleneck Efficiently"; SigSoftmax, GSS and LMS-PLIF are those of Parthiban et al. 2021. Logarithms are natural.
+Parameters are a dict from the name inside a layer to its tensor; random draws are passed in, a dropout mask as the
+factor itself (0 or 1/(1-p)), noise as the term itself (scaled).
 
 Shapes: N contexts, D features, E embedding, K components, V vocabulary (M in the papers), S frequent tokens,
 d2 gate size, T and J query and key positions, Dh head.

@@ -219,7 +219,8 @@ def test_fused_is_as_precise_as_eager(name, dtype):
         narrow = twin(layer, impl).to(dtype)
         found = loss_and_gradients(narrow, features.detach().to(dtype).requires_grad_(), target)
         errors[impl] = mean_square_errors(found, wanted)
-    assert all(fused <= 1.25 * eager + 4e-7 for fused, eager in zip(errors["fused"], errors["eager"])), errors
+    slack = max(torch.finfo(dtype).eps / 100, 4e-7)  # a sum over tokens may be off by less than any of its parts
+    assert all(fused <= 1.25 * eager + slack for fused, eager in zip(errors["fused"], errors["eager"])), errors
 
 
 @each_impl

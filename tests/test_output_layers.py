@@ -315,7 +315,7 @@ def test_rank_is_bounded_for_softmax_and_moc_only():
         layer = build(name, 8, 100, output_embed_dim=8, frequent_ratio=1.0).eval()
         rank[name] = log_prob_rank(layer.log_probs(features).detach())
     assert rank["softmax"] <= 8 + 2 and rank["moc"] <= 8 + 2
-    assert rank["mos"] > 50 and rank["mixtape"] > 50
+    assert all(rank[name] > 50 for name in ("mos", "mixtape", "sigsoftmax", "gss", "plif"))
 
 
 def test_tied_weight_is_the_embedding_itself():
@@ -387,7 +387,7 @@ def test_tied_width_is_checked():
         build_output_layer(OutputLayerConfig(output_embed_dim=4), D, V, torch.nn.Parameter(torch.zeros(V, 5)))
 
 
-@pytest.mark.parametrize("other", ["softmax", "mos", "moc"])
+@pytest.mark.parametrize("other", ["softmax", "mos", "moc", "plif"])
 def test_parameters_of_another_layer_are_refused_in_a_sentence(other):
     state = build(other, feature_dim=E).state_dict()
     with pytest.raises(UserError, match="--output-layer mixtape.*gate_embedding"):

@@ -40,7 +40,8 @@ def softmax_loss(
 
 
 class SoftmaxLoss(FusedLoss):
-    """:func:`softmax_loss` without a curve. Label smoothing needs no pass over the scores: Σ_x z_x = h·Σ_x w_x + Σ_x b_x."""
+    """:func:`softmax_loss` without a curve. Label smoothing needs no pass over the scores:
+    Σ_x z_x = h·Σ_x w_x + Σ_x b_x."""
 
     def begin(self, contexts, weight, bias):
         self.contexts, self.matrix, self.bias = contexts, weight.to(self.dtype), bias.to(self.wide)
