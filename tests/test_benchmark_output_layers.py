@@ -53,10 +53,8 @@ def test_multiply_adds_are_what_torch_counts(layer):
     step = Step(Variant(layer), TINY, Setting())
     with flop_counter.FlopCounterMode(display=False) as counter:
         step()
-    k = workloads.num_components(layer, TINY)
-    left_out = (
-        0 if not workloads.class_of(layer).has_components else 10 * (k - 1 if layer.startswith("mixtape") else k)
-    )  # gates or priors
+    k = workloads.num_components(layer, TINY) if workloads.class_of(layer).has_components else 0
+    left_out = 10 * (k - 1 if layer.startswith("mixtape") else k)  # gates or priors
     assert counter.get_total_flops() == 6 * 20 * (multiply_adds(layer, TINY) + left_out)
 
 

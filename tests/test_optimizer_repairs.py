@@ -48,6 +48,7 @@ def updates(folder):
 # The learning rate is too low for bfloat16's 8 bits; a resume with rounded weights would stand still.
 TRANSFORMER = "--bf16 --lr 1e-4 --context-scale 2 --weight-decay 0.01 --max-update 6 --max-tokens 1024"
 LANGUAGE_MODEL = "--bf16 --averaging-epoch 1 --lr 0.1 --max-epoch 3 --seed 3 --batch-size 12"
+PLIF = f"{LANGUAGE_MODEL} --output-layer plif --plif-pieces 1000 --plif-lr-scale 0.2"
 END = "--disable-validation --no-epoch-checkpoints"
 
 
@@ -58,6 +59,7 @@ def whole(data, text, tmp_path_factory):  # noqa: F811
     args = {
         "transformer": lambda save_dir: train_args(data, save_dir, *f"{TRANSFORMER} {END}".split()),
         "language model": lambda save_dir: lm_args(text, save_dir, *f"{LANGUAGE_MODEL} {END}".split()),
+        "plif": lambda save_dir: lm_args(text, save_dir, *f"{PLIF} {END}".split()),
     }
     for name, make in args.items():
         run("train", *make(folder / name))
@@ -73,6 +75,8 @@ def whole(data, text, tmp_path_factory):  # noqa: F811
         ("language model", "--max-epoch=1"),
         ("language model", "--max-update=8"),
         ("language model", "--max-epoch=2"),
+        ("plif", "--max-update=2"),
+        ("plif", "--max-update=8"),
     ],
 )
 def test_a_training_resumed_in_bf16_equals_an_uninterrupted_one(name, stop, whole, tmp_path):

@@ -61,7 +61,7 @@ class Elementwise(Protocol):
             mask: [V], true where the probability is exactly 0, which the spread leaves out.
 
         Returns:
-            nll = −log p(target), [n]; spread = Σ_x −log p(x), [n], 0 where epsilon is.
+            nll = −log p(target), [n]; with epsilon > 0, spread = Σ_x −log p(x), [n].
         """
 
     def mos_smoothing_(

@@ -86,7 +86,7 @@ def curve_softmax_minus_label_(
             spread[rows] = counted * log_sum_exp - total
             scores -= epsilon
         scores.scatter_add_(1, answer, scores.new_full(answer.shape, -target_weight))
-        if mask is not None and epsilon > 0:
+        if mask is not None:
             scores.masked_fill_(mask, 0.0)
         curve.collect(scores, kept)
         logits[rows] = scores.mul_(slope if scale == 1 else slope.mul_(scale))
