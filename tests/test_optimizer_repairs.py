@@ -48,7 +48,7 @@ def updates(folder):
 # The learning rate is too low for bfloat16's 8 bits; a resume with rounded weights would stand still.
 TRANSFORMER = "--bf16 --lr 1e-4 --context-scale 2 --weight-decay 0.01 --max-update 6 --max-tokens 1024"
 LANGUAGE_MODEL = "--bf16 --averaging-epoch 1 --lr 0.1 --max-epoch 3 --seed 3 --batch-size 12"
-PLIF = f"{LANGUAGE_MODEL} --output-layer plif --plif-pieces 1000 --plif-lr-scale 0.2"
+PLIF = f"{LANGUAGE_MODEL} --hidden-sizes 12,8 --output-layer plif --plif-pieces 1000 --plif-lr-scale 0.2"
 END = "--disable-validation --no-epoch-checkpoints"
 
 
