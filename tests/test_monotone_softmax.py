@@ -250,7 +250,7 @@ def test_slopes_start_around_one():
     curve = PiecewiseLinear(slopes, 20.0)
     scores = torch.linspace(-20, 20, 4001, dtype=torch.float64)
     line = scores * slopes.mean()
-    assert (curve.value(scores) - line).abs().max() < 0.25  # the frozen map is a temperature, but for its derivative
+    assert (curve.value(scores) - line).abs().max() < 0.15  # the frozen map is a temperature, but for its derivative
 
     straight = build_output_layer(dataclasses.replace(config, plif_init_std=0.0), D, V)
     torch.testing.assert_close(F.softplus(straight.slopes_raw), torch.ones(100_000))
