@@ -25,7 +25,7 @@ from mixtape_plugin import errors
 from mixtape_plugin.models import transformer
 
 USER_DIR = os.path.dirname(mixtape_plugin.__file__)
-LAYERS = ("softmax", "mos", "moc", "mixtape")
+LAYERS = ("softmax", "mos", "moc", "mixtape", "sigsoftmax", "gss", "plif")
 SENTENCES = {"train": 480, "valid": 40, "test": 100, "five": 5}  # "five" is binarized as test1
 
 

@@ -9,17 +9,28 @@ source "$root/examples/lib/training.sh"
 # A row for each layer: its name, and its flags. Softmax as in Merity et al. 2018, MoS as in Yang et al. 2018, whose values MoC
 # and Mixtape have, too. --finetune-lr is the learning rate of the second stage, and --seed the papers'.
 mos="--seed 28 --lr 20 --finetune-lr 25 --batch-size 12 --max-epoch 1000 --max-segment-length 110"
+# Parthiban et al. 2021 average from epoch 200 on, and train slopes at a learning rate of .02.
+monotone="--seed 141 --lr 20 --finetune-lr 20 --batch-size 20 --max-epoch 500 --max-segment-length 110 --averaging-epoch 200"
 layers="
 softmax  --arch awd_lstm_lm_ptb  --seed 141 --lr 30 --finetune-lr 30 --batch-size 20 --max-epoch 500
 mos      --arch awd_lstm_lm_ptb_mos $mos
 moc      --arch awd_lstm_lm_ptb_moc $mos
-mixtape  --arch awd_lstm_lm_ptb_mixtape $mos"
+mixtape  --arch awd_lstm_lm_ptb_mixtape $mos
+sigsoftmax   --arch awd_lstm_lm_ptb_sigsoftmax $monotone
+gss          --arch awd_lstm_lm_ptb_gss $monotone
+plif         --arch awd_lstm_lm_ptb_plif $monotone
+plif-frozen  --arch awd_lstm_lm_ptb_plif --freeze-plif $monotone"
 # With --small: equal parameters, so that a mixture's embedding is narrower; MoC has the size of MoS.
+# PLIF's slopes come on top; Adam moves them at the rate of all others.
 small_layers="
 softmax  --output-layer softmax --embed-dim 200 --hidden-sizes 200,200
 mos      --output-layer mos --embed-dim 140 --hidden-sizes 343,200 --num-components 5
 moc      --output-layer moc --embed-dim 140 --hidden-sizes 343,200 --num-components 5
-mixtape  --output-layer mixtape --embed-dim 140 --hidden-sizes 324,200 --num-components 4 --frequent-ratio 0.1 --gate-weight-norm"
+mixtape  --output-layer mixtape --embed-dim 140 --hidden-sizes 324,200 --num-components 4 --frequent-ratio 0.1 --gate-weight-norm
+sigsoftmax   --output-layer sigsoftmax --embed-dim 200 --hidden-sizes 200,200
+gss          --output-layer gss --embed-dim 200 --hidden-sizes 200,200
+plif         --output-layer plif --plif-lr-scale 1 --embed-dim 200 --hidden-sizes 200,200
+plif-frozen  --output-layer plif --freeze-plif --embed-dim 200 --hidden-sizes 200,200"
 plan --example ptb --data data-bin/ptb --options "finetune small float32" --layers "$layers" --small-layers "$small_layers" -- "$@"
 
 if [ -n "$small" ]; then

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mixtape_plugin.kernels import torch_ops
+from mixtape_plugin.kernels.curves import Curve
 
 
 class Elementwise(Protocol):
@@ -36,6 +37,31 @@ class Elementwise(Protocol):
         Returns:
             the negative log-likelihood −log p(target), [n], finite where p underflows and +∞ where bias[target] is −∞;
             and log Σ exp(logits + bias), [n].
+        """
+
+    def curve_softmax_minus_label_(
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        curve: Curve,
+        target_weight: float,
+        epsilon: float,
+        mask: Tensor | None,
+        scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """logits [n, V] become scale times the gradient in z = logits + bias of target_weight · nll + epsilon · spread,
+        p = softmax(f(z)) with a monotone f: f'(z) · (p − target_weight · onehot(target) − epsilon), 0 where masked.
+
+        The curve collects the gradient in f(z), from which the gradients of its own inputs follow.
+
+        Args:
+            bias: [V], finite.
+            target: [n]
+            mask: [V], true where the probability is exactly 0, which the spread leaves out.
+
+        Returns:
+            nll = −log p(target), [n]; with epsilon > 0, spread = Σ_x −log p(x), [n].
         """
 
     def mos_smoothing_(

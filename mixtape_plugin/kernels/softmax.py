@@ -1,4 +1,4 @@
-"""The fused loss of one softmax: softmax and Mixture of Contexts.
+"""The fused loss of one softmax: softmax, Mixture of Contexts, and maps of the scores before it.
 
 Shapes: N tokens, n of a chunk, E embedding, V vocabulary.
 """
@@ -9,27 +9,39 @@ import torch
 from torch import Tensor
 
 from mixtape_plugin.kernels.common import FusedLoss, Smoothing, chunks, longest
+from mixtape_plugin.kernels.curves import Curve
 from mixtape_plugin.kernels.precision import compute_dtype, score_bytes
 
 
 def softmax_loss(
-    contexts: Tensor, weight: Tensor, bias: Tensor, target: Tensor, smoothing: Smoothing, mask: Tensor | None = None
+    contexts: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    target: Tensor,
+    smoothing: Smoothing,
+    mask: Tensor | None = None,
+    curve: Curve | None = None,
 ):
-    """Label-smoothed cross entropy of softmax_x(h·w_x + b_x), and its negative log-likelihood, summed, in nats.
+    """Label-smoothed cross entropy of softmax_x(f(h·w_x + b_x)), and its negative log-likelihood, summed, in nats.
 
     Args:
         contexts: h, [N, E].
         weight: w_x, [V, E].
-        bias: b_x, [V]; −∞ where a token cannot be predicted.
+        bias: b_x, [V]; −∞ where a token cannot be predicted; with a curve, finite.
         target: [N].
-        mask: [V], true where bias is −∞.
+        mask: [V], true where a token cannot be predicted.
+        curve: f; None: f(z) = z.
     """
     contexts = contexts.to(compute_dtype(contexts))
+    if curve is not None:
+        loss = CurveSoftmaxLoss(target, smoothing, mask, curve)
+        return loss.loss_and_nll(contexts=contexts, weight=weight, bias=bias, **curve.inputs)
     return SoftmaxLoss(target, smoothing, mask).loss_and_nll(contexts=contexts, weight=weight, bias=bias)
 
 
 class SoftmaxLoss(FusedLoss):
-    """:func:`softmax_loss`. Label smoothing needs no pass over the scores: Σ_x z_x = h·Σ_x w_x + Σ_x b_x."""
+    """:func:`softmax_loss` without a curve. Label smoothing needs no pass over the scores:
+    Σ_x z_x = h·Σ_x w_x + Σ_x b_x."""
 
     def begin(self, contexts, weight, bias):
         self.contexts, self.matrix, self.bias = contexts, weight.to(self.dtype), bias.to(self.wide)
@@ -40,15 +52,19 @@ class SoftmaxLoss(FusedLoss):
     def add_chunk(self, rows):
         context = self.contexts[rows]
         scores = torch.mm(context, self.matrix.t(), out=self.buffer[: len(context)])  # [n, V]
+        self.differentiate(scores, self.target[rows])
+        self.add_product("contexts", scores, self.matrix, rows)
+        self.add_product("weight", scores.t(), context)
+        self.add_rows("bias", scores)
+
+    def differentiate(self, scores: Tensor, target: Tensor) -> None:
+        """scores [n, V] become the gradient of the loss, but for what :meth:`finish` adds; adds up nll and spread."""
         nll, log_sum_exp = self.ops.softmax_minus_label_(
-            scores, self.bias, self.target[rows], self.smoothing.target_weight, self.scale
+            scores, self.bias, target, self.smoothing.target_weight, self.scale
         )
         self.nll += nll.sum()
         if self.smoothing.epsilon > 0:
             self.spread += self.smoothing.vocab_size * log_sum_exp.sum()
-        self.add_product("contexts", scores, self.matrix, rows)
-        self.add_product("weight", scores.t(), context)
-        self.add_rows("bias", scores)
 
     def finish(self):
         """The part of label smoothing that is linear in the scores: spread = V·logsumexp(z) − Σ_x z_x."""
@@ -69,3 +85,29 @@ class SoftmaxLoss(FusedLoss):
             self.grad["weight"].addr_(counted, context_sum, alpha=-epsilon)
         if self.grad["bias"] is not None:
             self.grad["bias"].sub_(counted, alpha=epsilon * len(self.target))
+
+
+class CurveSoftmaxLoss(SoftmaxLoss):
+    """:func:`softmax_loss` with a curve. Label smoothing is part of the pass over the scores: Σ_x f(z_x) has no
+    shortcut."""
+
+    def __init__(self, target: Tensor, smoothing: Smoothing, mask: Tensor | None, curve: Curve):
+        super().__init__(target, smoothing, mask)
+        self.curve = curve
+
+    def begin(self, contexts, weight, bias, **curve_inputs):
+        self.curve.begin(self.wide, any(self.grad[name] is not None for name in curve_inputs))
+        return super().begin(contexts, weight, bias)
+
+    def differentiate(self, scores, target):
+        nll, spread = self.ops.curve_softmax_minus_label_(
+            scores, self.bias, target, self.curve, self.smoothing.target_weight, self.smoothing.epsilon, self.mask,
+            self.scale,
+        )  # fmt: skip
+        self.nll += nll.sum()
+        self.spread += spread.sum()
+
+    def finish(self):
+        for name in self.curve.inputs:
+            if self.grad[name] is not None:
+                self.grad[name] += self.curve.gradients()[name]

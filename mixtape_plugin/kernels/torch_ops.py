@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mixtape_plugin.kernels.curves import Curve
 from mixtape_plugin.kernels.precision import at_least_float32
 from mixtape_plugin.kernels.sigmoid_tree import nodes_bottom_up
 
@@ -19,6 +20,12 @@ BLOCK = 2**18
 def score_buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory [rows, columns] for a chunk's scores."""
     return torch.empty(rows, columns, dtype=dtype, device=device)
+
+
+def row_blocks(rows: int, row_length: int):
+    """Slices of so many rows that they hold about :data:`BLOCK` elements."""
+    size = max(BLOCK // max(row_length, 1), 1)
+    return (slice(start, start + size) for start in range(0, rows, size))
 
 
 def log_sum_exp_softmax_(scores: Tensor) -> Tensor:
@@ -46,6 +53,44 @@ def softmax_minus_label_(
     if scores is not logits:
         logits.copy_(scores)
     return log_sum_exp - target_score, log_sum_exp
+
+
+def curve_softmax_minus_label_(
+    logits: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    curve: Curve,
+    target_weight: float,
+    epsilon: float,
+    mask: Tensor | None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """logits [n, V] become scale · f'(z) · (softmax(f(z)) − target_weight · onehot(target) − epsilon), z = logits +
+    bias. Returns nll and spread, [n] each."""
+    wide = at_least_float32(logits.dtype)
+    nll, spread = logits.new_zeros(2, len(logits), dtype=wide)
+    counted = logits.size(1) if mask is None else logits.size(1) - mask.sum()
+    for rows in row_blocks(*logits.shape):
+        scores, answer = logits[rows].to(wide), target[rows].unsqueeze(1)
+        if bias is not None:
+            scores += bias
+        slope, kept = curve.map_(scores)
+        if epsilon > 0:
+            total = (scores if mask is None else scores.masked_fill(mask, 0.0)).sum(1)
+        if mask is not None:
+            scores.masked_fill_(mask, -torch.inf)
+        target_score = scores.gather(1, answer).squeeze(1)
+        log_sum_exp = log_sum_exp_softmax_(scores)
+        nll[rows] = log_sum_exp - target_score
+        if epsilon > 0:
+            spread[rows] = counted * log_sum_exp - total
+            scores -= epsilon
+        scores.scatter_add_(1, answer, scores.new_full(answer.shape, -target_weight))
+        if mask is not None:
+            scores.masked_fill_(mask, 0.0)
+        curve.collect(scores, kept)
+        logits[rows] = scores.mul_(slope if scale == 1 else slope.mul_(scale))
+    return nll, spread
 
 
 def mos_smoothing_(
@@ -85,12 +130,6 @@ def mos_smoothing_(
     probs.scatter_add_(2, target, -target_weight * posterior.unsqueeze(2))
     logits.copy_(probs.mul_(scale))
     return -log_target, -log_probs.sum(1), posterior, rho
-
-
-def row_blocks(rows: int, row_length: int):
-    """Slices of so many rows that they hold about :data:`BLOCK` elements."""
-    size = max(BLOCK // max(row_length, 1), 1)
-    return (slice(start, start + size) for start in range(0, rows, size))
 
 
 def mix_(leaves: Tensor, gates: Tensor, noise: float, out: Tensor) -> None:

@@ -19,12 +19,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mixtape_plugin.kernels import torch_ops
+from mixtape_plugin.kernels.curves import Curve, GeneralizedSigSoftmax, PiecewiseLinear
 from mixtape_plugin.kernels.sigmoid_tree import nodes_bottom_up, rightmost_leaves
 
 MAX_ROW_BLOCK = 8192  # columns of a row that a softmax takes in one step
 MAX_TILE = 4096  # elements of a tile [K, columns] of a mixture of softmaxes
 MAX_MIX_BLOCK = 1024  # columns of one program of the sigmoid tree
 PHILOX_ROUNDS = tl.constexpr(7)  # the fewest that pass BigCrush (Salmon et al. 2011)
+FIXED_POINT = tl.constexpr(2.0**40)  # of sums of gradients, each about 1 at most: in integers their order is no matter
 # Stands in for -inf in running maxima: x - LOWEST is never the NaN of -inf - -inf, and exp(-inf - LOWEST) is 0.
 LOWEST = tl.constexpr(-3.4e38)
 
@@ -128,6 +131,179 @@ def softmax_minus_label_(
         num_warps=warps,
     )
     return nll, log_sum_exp
+
+
+# ---------------------------------------------------------------------------------------------- softmax of a curve
+
+
+@triton.jit
+def map_scores(
+    scores, offsets, slopes, first: tl.constexpr, second: tl.constexpr, pieces: tl.constexpr, ACC: tl.constexpr
+):
+    """f(z), f'(z), and i and r of a piecewise linear f. Without pieces f is GSS with c and k; else of T and δ."""
+    if pieces == 0:
+        x = scores - first
+        e = tl.exp(-tl.abs(x))
+        value = scores + (second - 1.0) * (tl.minimum(x, 0.0) - tl.log(1.0 + e))
+        slope = 1.0 + (second - 1.0) * (tl.where(x >= 0, e, 1.0) / (1.0 + e))
+        return value, slope, x.to(tl.int64), x
+    else:
+        u = (scores + first) / second
+        index = tl.minimum(tl.maximum(u.to(tl.int64), 0), pieces - 1)
+        r = u - index.to(ACC)
+        slope = tl.load(slopes + index)
+        return tl.load(offsets + index) + second * r * slope, slope, index, r
+
+
+@triton.jit
+def map_only(
+    scores, offsets, slopes, first: tl.constexpr, second: tl.constexpr, pieces: tl.constexpr, ACC: tl.constexpr
+):
+    value, slope, index, r = map_scores(scores, offsets, slopes, first, second, pieces, ACC)
+    return value
+
+
+@triton.jit
+def curve_softmax_minus_label_kernel(
+    logits,
+    bias,
+    target,
+    mask,
+    offsets,
+    slopes,
+    nll,
+    spread,
+    sums,
+    ends,
+    stride_row: tl.constexpr,
+    size: tl.constexpr,
+    target_weight: tl.constexpr,
+    epsilon: tl.constexpr,
+    scale: tl.constexpr,
+    first: tl.constexpr,
+    second: tl.constexpr,
+    pieces: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride_row
+    answer = tl.load(target + row)
+    known = (answer >= 0) & (answer < size)
+    score = load_scores(logits, bias, True, tl.where(known, answer, 0), size, ACC)
+    target_score = map_only(score, offsets, slopes, first, second, pieces, ACC)
+    if mask is not None:
+        target_score = tl.where(tl.load(mask + tl.where(known, answer, 0)) == 0, target_score, -float("inf"))
+    target_score = tl.where(known, target_score, float("nan"))
+
+    highest = tl.full([BLOCK], LOWEST, ACC)
+    total = tl.zeros([BLOCK], ACC)
+    for start in range(0, size, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        counted = columns < size
+        scores = load_scores(logits, bias, True, columns, size, ACC)
+        if mask is not None:
+            counted = counted & (tl.load(mask + columns, mask=counted, other=1) == 0)
+        value = map_only(tl.where(counted, scores, 0.0), offsets, slopes, first, second, pieces, ACC)
+        highest, total = online_sum(highest, total, tl.where(counted, value, -float("inf")))
+    top = tl.max(highest, 0)
+    norm = tl.sum(total * tl.exp(highest - top), 0)
+    tl.store(nll + row, tl.log(norm) + (top - target_score))
+
+    tl.debug_barrier()  # every thread has read its target's score before another overwrites it
+    inverse = tl.where(known, 1.0 / norm, float("nan"))
+    spreads = tl.zeros([BLOCK], ACC)
+    low = tl.zeros([BLOCK], ACC)
+    high = tl.zeros([BLOCK], ACC)
+    for start in range(0, size, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        counted = columns < size
+        scores = load_scores(logits, bias, True, columns, size, ACC)
+        if mask is not None:
+            counted = counted & (tl.load(mask + columns, mask=counted, other=1) == 0)
+        scores = tl.where(counted, scores, 0.0)
+        value, slope, index, r = map_scores(scores, offsets, slopes, first, second, pieces, ACC)
+        grad = tl.exp(value - top) * inverse - epsilon
+        grad = tl.where(columns == answer, grad - target_weight, grad)
+        grad = tl.where(counted, grad, 0.0)
+        spreads += tl.where(counted, tl.log(norm) + (top - value), 0.0)
+        tl.store(logits + columns, scale * grad * slope, mask=columns < size)
+        if sums is not None:
+            moment = grad * r
+            inner = (index > 0) & (index < pieces - 1)
+            tl.atomic_add(sums + index, (moment * FIXED_POINT).to(tl.int64), mask=counted & inner)
+            tl.atomic_add(sums + pieces + index, (grad * FIXED_POINT).to(tl.int64), mask=counted)
+            low += tl.where(counted & (index == 0), moment, 0.0)
+            high += tl.where(counted & (index == pieces - 1) & (index > 0), moment, 0.0)
+    tl.store(spread + row, tl.sum(spreads))
+    if sums is not None:
+        tl.store(ends + 2 * row, tl.sum(low))
+        tl.store(ends + 2 * row + 1, tl.sum(high))
+
+
+def curve_softmax_minus_label_(
+    logits: Tensor,
+    bias: Optional[Tensor],
+    target: Tensor,
+    curve: Curve,
+    target_weight: float,
+    epsilon: float,
+    mask: Optional[Tensor],
+    scale: float = 1.0,
+) -> Tuple[Tensor, Tensor]:
+    """logits [n, V] become scale · f'(z) · (softmax(f(z)) − target_weight · onehot(target) − epsilon), z = logits +
+    bias, rounded once. Returns nll and spread, [n] each.
+
+    There is a kernel for GSS and for piecewise linear curves, whose sums by piece are in fixed point, and so equal to
+    the last bit each time; r, which has no bound on the end pieces, is summed in rows there. Other curves go through
+    torch's operations.
+    """
+    n, size = logits.shape
+    acc = accumulator(logits)
+    offsets = slopes = sums = ends = None
+    if isinstance(curve, GeneralizedSigSoftmax):
+        first, second, pieces = curve.c, curve.k, 0
+    elif isinstance(curve, PiecewiseLinear):
+        first, second, pieces = curve.limit, curve.width, curve.pieces
+        offsets, slopes = curve.tables
+        if curve.sums is not None:
+            sums = torch.zeros(2, pieces, dtype=torch.int64, device=logits.device)
+            ends = logits.new_zeros(n, 2, dtype=acc)
+    else:
+        return torch_ops.curve_softmax_minus_label_(logits, bias, target, curve, target_weight, epsilon, mask, scale)
+    nll, spread = logits.new_empty(2, n, dtype=acc)
+    warps = 4 if size <= 2048 else 8
+    launch(
+        curve_softmax_minus_label_kernel,
+        n,
+        logits,
+        contiguous(bias),
+        contiguous(target),
+        None if mask is None else contiguous(mask).view(torch.uint8),
+        contiguous(offsets),
+        contiguous(slopes),
+        nll,
+        spread,
+        sums,
+        ends,
+        stride_row=logits.stride(0),
+        size=size,
+        target_weight=float(target_weight),
+        epsilon=float(epsilon),
+        scale=float(scale),
+        first=float(first),
+        second=float(second),
+        pieces=pieces,
+        ACC=TL_DTYPES[acc],
+        BLOCK=min(triton.next_power_of_2(size), 256 * warps, MAX_ROW_BLOCK),
+        num_warps=warps,
+    )
+    if sums is not None:
+        curve.sums += sums.double() / FIXED_POINT.value
+        moments = ends.double().sum(0)
+        curve.sums[0, 0] += moments[0]
+        curve.sums[0, -1] += moments[1]
+    return nll, spread
 
 
 # ---------------------------------------------------------------------------------------------- mixture of softmaxes

@@ -207,13 +207,14 @@ class AWDLSTMLanguageModel(FairseqLanguageModel):
 
 
 def count_parameters(model):
-    """Parameters of a language model as the papers quote them: without the rows of symbols that cannot be predicted."""
+    """Parameters of a language model as the papers quote them: without frozen ones and without the rows of symbols that
+    cannot be predicted."""
     layer = model.decoder.output_projection
     by_token = [getattr(layer, name) for name in layer.token_parameters]
     if layer.weight is not model.decoder.embed_tokens.weight:
         by_token.append(model.decoder.embed_tokens.weight)
     unused = sum(rows[0].numel() for rows in by_token for token in layer.masked_tokens if token < len(rows))
-    return sum(parameter.numel() for parameter in model.parameters()) - unused
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) - unused
 
 
 def register_architecture(name, defaults):
@@ -232,6 +233,7 @@ def register_architecture(name, defaults):
 # given either: it is that of En-De.
 AWD_PTB = dict(output_layer="softmax", embed_dim=400, hidden_sizes="1150,1150,400")
 AWD_WIKITEXT2 = dict(AWD_PTB, input_dropout=0.65, hidden_dropout=0.2)
+MONOTONE_PTB = dict(AWD_PTB, hidden_dropout=0.3)  # Parthiban et al. 2021; on WikiText-2 they have Merity's
 MOS = dict(output_layer="mos", num_components=15, context_dropout=0.29, locked_context_dropout=True)
 MOC = dict(output_layer="moc")
 MIXTAPE = dict(output_layer="mixtape", num_components=4, gate_dim=64, frequent_ratio=0.1, gate_weight_norm=True)
@@ -249,10 +251,16 @@ ARCHITECTURES = {
     "_ptb_mos": MOS_PTB,
     "_ptb_moc": {**MOS_PTB, **MOC},
     "_ptb_mixtape": {**MOS_PTB, **MIXTAPE, **GATE_DROPOUT, "hidden_sizes": "1024,1024,620"},
+    "_ptb_sigsoftmax": {**MONOTONE_PTB, "output_layer": "sigsoftmax"},
+    "_ptb_gss": {**MONOTONE_PTB, "output_layer": "gss"},
+    "_ptb_plif": {**MONOTONE_PTB, "output_layer": "plif"},
     "_wikitext2": AWD_WIKITEXT2,
     "_wikitext2_mos": MOS_WIKITEXT2,
     "_wikitext2_moc": {**MOS_WIKITEXT2, **MOC},
     "_wikitext2_mixtape": {**MOS_WIKITEXT2, **MIXTAPE, **GATE_DROPOUT, "hidden_sizes": "1206,1206,650"},
+    "_wikitext2_sigsoftmax": dict(AWD_WIKITEXT2, output_layer="sigsoftmax"),
+    "_wikitext2_gss": dict(AWD_WIKITEXT2, output_layer="gss", gss_k=3.0),
+    "_wikitext2_plif": dict(AWD_WIKITEXT2, output_layer="plif", plif_lr_scale=0.02 / 30),
     "_one_billion": ONE_BILLION,
     "_one_billion_mos": dict(ONE_BILLION, output_layer="mos", num_components=7, embed_dim=900),
     "_one_billion_mixtape": {**ONE_BILLION, **MIXTAPE, "embed_dim": 900, "hidden_sizes": "1144,1024"},

@@ -45,6 +45,8 @@ class NTASGD(FairseqOptimizer):
     As torch's ASGD and so the authors' runs have it, a step's η is the learning rate of the step before, and the
     average begins with the second step.
 
+    A parameter with fairseq's ``lr_scale`` (``--plif-lr-scale``) has that many times the learning rate, in both phases.
+
     Needs ``--task bptt_language_modeling``, which says when an epoch begins and when a validation ends, and swaps the
     weights. fairseq-train ends its loop over epochs where :attr:`finished` is true
     (:func:`~mixtape_plugin.fairseq_compat.end_training_that_is_finished`).
@@ -106,7 +108,8 @@ class NTASGD(FairseqOptimizer):
         self.history.append(valid_loss)
 
     def _start_averaging(self):
-        groups = [{name: group[name] for name in ("params", "lr", "weight_decay")} for group in self.param_groups]
+        kept = ("params", "lr", "weight_decay", "lr_scale")
+        groups = [{name: group[name] for name in kept if name in group} for group in self.param_groups]
         self._optimizer = torch.optim.ASGD(groups, t0=0, lambd=0)
 
     @torch.no_grad()

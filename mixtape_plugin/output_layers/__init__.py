@@ -14,6 +14,7 @@ from mixtape_plugin.output_layers.config import OUTPUT_IMPLS, OutputLayerConfig
 from mixtape_plugin.output_layers.mixtape import Mixtape
 from mixtape_plugin.output_layers.mixture_of_contexts import MixtureOfContexts
 from mixtape_plugin.output_layers.mixture_of_softmaxes import MixtureOfSoftmaxes
+from mixtape_plugin.output_layers.monotone_softmax import GSS, PLIF, SigSoftmax
 from mixtape_plugin.output_layers.softmax import Softmax
 
 __all__ = [
@@ -33,6 +34,9 @@ OUTPUT_LAYERS = {
     "mos": MixtureOfSoftmaxes,
     "moc": MixtureOfContexts,
     "mixtape": Mixtape,
+    "sigsoftmax": SigSoftmax,
+    "gss": GSS,
+    "plif": PLIF,
 }
 
 

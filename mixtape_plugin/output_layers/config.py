@@ -42,6 +42,17 @@ class OutputLayerConfig:
     gate_weight_norm: bool = field(
         default=False, metadata={"help": "mixtape: weight normalisation of constant scale 1 on U_k"}
     )
+    gss_c: float = field(default=-1.5, metadata={"help": "gss: c, the score around which the slope goes from k to 1"})
+    gss_k: float = field(default=2.5, metadata={"help": "gss: k, slope of the map below c (1: softmax)"})
+    plif_pieces: int = field(default=100_000, metadata={"help": "plif: K, linear pieces of the map"})
+    plif_range: float = field(default=20.0, metadata={"help": "plif: T, the pieces lie between the scores -T and T"})
+    plif_init_std: float = field(
+        default=1.0, metadata={"help": "plif: standard deviation of the raw slopes at the start; 0: the map is a line"}
+    )
+    plif_lr_scale: float = field(
+        default=0.001, metadata={"help": "plif: learning rate of the raw slopes, in units of that of the others"}
+    )
+    freeze_plif: bool = field(default=False, metadata={"help": "plif: slopes stay as they were drawn"})
     output_impl: str = field(
         default="auto",
         metadata={
@@ -65,6 +76,12 @@ class OutputLayerConfig:
             "gate_dropout": (0 <= self.gate_dropout < 1, "from 0 to less than 1"),
             "gate_noise": (self.gate_noise >= 0, "0 or more"),
             "frequent_ratio": (0 < self.frequent_ratio <= 1, "more than 0 and at most 1"),
+            "gss_c": (True, "any number"),
+            "gss_k": (self.gss_k > 0, "more than 0"),
+            "plif_pieces": (self.plif_pieces >= 1, "at least 1"),
+            "plif_range": (self.plif_range > 0, "more than 0"),
+            "plif_init_std": (self.plif_init_std >= 0, "0 or more"),
+            "plif_lr_scale": (self.plif_lr_scale > 0, "more than 0"),
             "output_impl": (self.output_impl in OUTPUT_IMPLS, " or ".join(OUTPUT_IMPLS)),
         }
         check_values(self, allowed)

@@ -1,4 +1,5 @@
-"""Two repairs of fairseq: float32 weights survive a resume in half precision; weight decay by parameter."""
+"""Repairs of fairseq: float32 weights survive a resume in half precision; a parameter's own weight decay and learning
+rate."""
 
 from argparse import Namespace
 
@@ -10,6 +11,7 @@ from fairseq.optim.fp16_optimizer import FP16Optimizer
 from omegaconf import OmegaConf
 from test_bptt_language_modeling import lm_args, text  # noqa: F401
 
+from mixtape_plugin.errors import UserError
 from mixtape_plugin.optim.nt_asgd import NTASGD
 from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer
 
@@ -46,6 +48,7 @@ def updates(folder):
 # The learning rate is too low for bfloat16's 8 bits; a resume with rounded weights would stand still.
 TRANSFORMER = "--bf16 --lr 1e-4 --context-scale 2 --weight-decay 0.01 --max-update 6 --max-tokens 1024"
 LANGUAGE_MODEL = "--bf16 --averaging-epoch 1 --lr 0.1 --max-epoch 3 --seed 3 --batch-size 12"
+PLIF = f"{LANGUAGE_MODEL} --hidden-sizes 12,8 --output-layer plif --plif-pieces 1000 --plif-lr-scale 0.2"
 END = "--disable-validation --no-epoch-checkpoints"
 
 
@@ -56,6 +59,7 @@ def whole(data, text, tmp_path_factory):  # noqa: F811
     args = {
         "transformer": lambda save_dir: train_args(data, save_dir, *f"{TRANSFORMER} {END}".split()),
         "language model": lambda save_dir: lm_args(text, save_dir, *f"{LANGUAGE_MODEL} {END}".split()),
+        "plif": lambda save_dir: lm_args(text, save_dir, *f"{PLIF} {END}".split()),
     }
     for name, make in args.items():
         run("train", *make(folder / name))
@@ -71,6 +75,8 @@ def whole(data, text, tmp_path_factory):  # noqa: F811
         ("language model", "--max-epoch=1"),
         ("language model", "--max-update=8"),
         ("language model", "--max-epoch=2"),
+        ("plif", "--max-update=2"),
+        ("plif", "--max-update=8"),
     ],
 )
 def test_a_training_resumed_in_bf16_equals_an_uninterrupted_one(name, stop, whole, tmp_path):
@@ -164,3 +170,112 @@ def test_weight_decay_leaves_the_context_scale_alone_in_bf16():
     optimizer = FP16Optimizer.build_optimizer(OmegaConf.create({"optimizer": config, "common": common}), parameters)
     step_without_gradient(optimizer, parameters)
     assert_decayed(layer, before)
+
+
+# ------------------------------------------------------------------------------------- learning rate by parameter
+
+SCALE, RATES = 0.01, (0.1, 0.07, 0.05)
+
+
+def build_plif(**options):
+    torch.manual_seed(0)
+    config = OutputLayerConfig(output_layer="plif", plif_pieces=8, plif_lr_scale=SCALE, **options)
+    return build_output_layer(config, feature_dim=4, vocab_size=9)
+
+
+def build_scaled(name, layer):
+    return optim.build_optimizer(Namespace(optimizer=name, **COMMON, **OPTIMIZERS[name]), list(layer.parameters()))
+
+
+def set_gradients(layer, step):
+    generator = torch.Generator().manual_seed(step)
+    for parameter in layer.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def steps(optimizer, layer, rates):
+    """A step at each learning rate; the parameters after them."""
+    for step, rate in enumerate(rates):
+        optimizer.set_lr(rate)
+        set_gradients(layer, step)
+        optimizer.step()
+    return copy_parameters(layer)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_slopes_have_a_learning_rate_of_their_own(name):
+    """They move as in a training at that rate alone, all others as in one without a scale."""
+    optimizer = build_scaled(name, layer := build_plif())
+    scaled, rate = steps(optimizer, layer, RATES), optimizer.get_lr()
+    expected = {}
+    for factor in 1, SCALE:
+        plain = build_plif()
+        del plain.slopes_raw.optim_overrides
+        expected[factor] = steps(build_scaled(name, plain), plain, [factor * rate for rate in RATES])
+    assert rate == RATES[-1]
+    for parameter, value in scaled.items():
+        torch.testing.assert_close(value, expected[SCALE if parameter == "slopes_raw" else 1][parameter])
+    assert not torch.equal(*(expected[factor]["slopes_raw"] for factor in expected))
+
+
+def test_slopes_have_a_learning_rate_of_their_own_by_hand():
+    """SGD, w − η(g + λw), then averaged SGD, whose step has the rate of the one before; the average begins with its
+    second step. Saved and loaded in between."""
+    optimizer = build_scaled("nt_asgd", layer := build_plif())
+    expected = copy_parameters(layer)
+    rates = {name: SCALE if name == "slopes_raw" else 1 for name in expected}
+
+    def by_hand(step, rate):
+        set_gradients(layer, step)
+        for name, parameter in layer.named_parameters():
+            expected[name] = expected[name] - rates[name] * rate * (parameter.grad + 0.1 * expected[name])
+
+    for step, rate in enumerate(RATES):
+        by_hand(step, rate)
+    for name, value in steps(optimizer, layer, RATES).items():
+        torch.testing.assert_close(value, expected[name])
+
+    for loss in 1.0, 2.0, 3.0:
+        optimizer.end_epoch(loss)
+    other = build_plif()
+    other.load_state_dict(layer.state_dict())
+    resumed = build_scaled("nt_asgd", other)
+    resumed.load_state_dict(optimizer.state_dict())
+    raw = []
+    for step, rate in enumerate([RATES[0], *RATES[:-1]]):
+        by_hand(step, rate)
+        raw.append(expected["slopes_raw"])
+    for averaging, model in (optimizer, layer), (resumed, other):
+        assert averaging.phase == "asgd"
+        for name, value in steps(averaging, model, RATES).items():
+            torch.testing.assert_close(value, expected[name])
+        assert averaging.use_average()
+        torch.testing.assert_close(model.slopes_raw.detach(), (raw[1] + raw[2]) / 2)
+
+
+def test_copies_in_float32_keep_the_learning_rate_and_flat_ones_are_refused():
+    layer = build_plif().bfloat16()
+    config = {"_name": "sgd", **COMMON, "momentum": 0.0, "weight_decay": 0.0}
+    build = {
+        kind: OmegaConf.create({"optimizer": config, "common": {**common, "fp16_scale_window": 1}})
+        for kind, common in {"bf16": {"bf16": True}, "fp16": {"bf16": False}}.items()
+    }
+    optimizer = FP16Optimizer.build_optimizer(build["bf16"], list(layer.parameters()))
+    optimizer.set_lr(0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5 * SCALE]
+    assert [[p.numel() for p in group["params"]] for group in optimizer.param_groups] == [[36, 9], [8]]
+    with pytest.raises(UserError, match="--fp16 .*--plif-lr-scale .*--fp16-no-flatten-grads"):
+        FP16Optimizer.build_optimizer(build["fp16"], list(build_plif().half().parameters()))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_frozen_slopes_stay_as_they_were(name):
+    layer = build_plif(freeze_plif=True)
+    before = layer.slopes_raw.detach().clone()
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]  # as fairseq asks
+    optimizer = optim.build_optimizer(Namespace(optimizer=name, **COMMON, **OPTIMIZERS[name]), trained)
+    for _ in RATES:
+        loss, _ = layer.loss(torch.ones(3, 4), torch.tensor([5, 6, 7]))
+        loss.backward()
+        optimizer.step()
+    assert torch.equal(layer.slopes_raw, before) and layer.slopes_raw.grad is None

@@ -20,7 +20,9 @@ from mixtape_plugin.analysis.results import collect
 from mixtape_plugin.benchmarks import network_benchmark, output_layer_benchmark, workloads
 from mixtape_plugin.output_layers import OUTPUT_LAYERS, MixtureLayer, OutputLayerConfig, build_output_layer
 
-TRAINING, LAYER = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "output_layers.md").read_text("utf-8"), re.DOTALL)
+TRAINING, LAYER, CURVE = re.findall(
+    r"```python\n(.*?)```", (ROOT / "docs" / "output_layers.md").read_text("utf-8"), re.DOTALL
+)
 
 
 class Average(MixtureLayer):
@@ -42,10 +44,11 @@ class Average(MixtureLayer):
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
-    module = types.ModuleType("sigsoftmax")
-    exec(LAYER, vars(module))
+    module = types.ModuleType("shown")
+    exec(LAYER + CURVE, vars(module))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(OUTPUT_LAYERS, "sigsoftmax", module.Sigsoftmax)
+        patch.setitem(OUTPUT_LAYERS, "fixnorm", module.Fixnorm)
+        patch.setitem(OUTPUT_LAYERS, "cubic", module.CubicSoftmax)
         patch.setitem(OUTPUT_LAYERS, "average", Average)
         yield
 
@@ -62,18 +65,42 @@ def test_training_without_fairseq(monkeypatch, capsys):
     assert last.startswith("most likely next: [")
 
 
-def test_formula_of_the_layer_that_the_page_shows():
-    layer = contract.build("sigsoftmax").eval()
+def fixnorm(scores, bias, norms):
+    return scores / norms + bias
+
+
+def cubic(scores, bias, norms):
+    return (scores + bias) + (scores + bias) ** 3
+
+
+@pytest.mark.parametrize("name, formula", [("fixnorm", fixnorm), ("cubic", cubic)])
+def test_formula_of_the_layers_that_the_page_shows(name, formula):
+    layer = contract.build(name).eval()
     features, target = torch.randn(7, contract.D, dtype=torch.float64), torch.arange(7)
-    logits = features @ layer.weight.t() + layer.bias
-    weights = torch.exp(logits) / (1 + torch.exp(-logits))
+    norms = layer.weight.pow(2).sum(1).sqrt()
+    weights = torch.exp(formula(features @ layer.weight.t(), layer.bias, norms))
     log_probs = (weights / weights.sum(-1, keepdim=True)).log()
     torch.testing.assert_close(layer.log_probs(features), log_probs)
     expected = reference.label_smoothed_loss(log_probs, target, 0.1, contract.PAD)
     torch.testing.assert_close(layer.loss(features, target, label_smoothing=0.1, ignore_index=contract.PAD), expected)
 
 
-@pytest.mark.parametrize("name", ["sigsoftmax", "average"])
+def test_a_map_of_scores_has_a_fused_loss():
+    layer = contract.build("cubic", output_impl="fused")
+    eager = contract.build("cubic", output_impl="eager")
+    features = torch.randn(7, contract.D, dtype=torch.float64, requires_grad=True)
+    target = contract.random_targets()
+    losses = [x.loss(features, target, label_smoothing=0.1, ignore_index=contract.PAD)[0] for x in (layer, eager)]
+    for fused, expected in zip(*(contract.gradients(loss, x, features) for loss, x in zip(losses, (layer, eager)))):
+        torch.testing.assert_close(fused, expected)
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            layer.loss(features, target, ignore_index=contract.PAD)[0],
+            eager.loss(features, target, ignore_index=contract.PAD)[0],
+        )
+
+
+@pytest.mark.parametrize("name", ["fixnorm", "average"])
 def test_contract(name):
     for test in (
         contract.test_gradcheck,
@@ -95,7 +122,7 @@ def test_contract(name):
 
 
 def test_training_generation_and_its_results(data, tmp_path):
-    more = "--output-layer sigsoftmax --num-components 4 --share-decoder-input-output-embed --max-update 3".split()
+    more = "--output-layer fixnorm --num-components 4 --share-decoder-input-output-embed --max-update 3".split()
     log = run("train", *train_args(data, tmp_path, *more), "--log-format", "simple").stdout
     stdout = run("generate", *generate_args(data, tmp_path / "checkpoint_last.pt")).stdout
     assert len(hypotheses(stdout)) == SENTENCES["test"]
@@ -103,8 +130,8 @@ def test_training_generation_and_its_results(data, tmp_path):
     log = re.sub(r"^(\S+ [\d:]+),\d+", r"\1", log, flags=re.MULTILINE)  # milliseconds, which the command's log has not
     (tmp_path / "train.log").write_text(log)
     row, damaged = collect(tmp_path)
-    assert damaged == [] and (row["layer"], row["updates"]) == ("sigsoftmax", 3)
-    (tmp_path / "train.log").write_text(log.replace("'sigsoftmax'", "'average'"))
+    assert damaged == [] and (row["layer"], row["updates"]) == ("fixnorm", 3)
+    (tmp_path / "train.log").write_text(log.replace("'fixnorm'", "'average'"))
     assert collect(tmp_path)[0]["layer"] == "average-4"
 
 
@@ -119,12 +146,12 @@ def test_benchmark_of_layers(monkeypatch, tmp_path):
     monkeypatch.setattr(
         output_layer_benchmark, "peak_memory_of_fresh_process", lambda *of: output_layer_benchmark.peak_memory(*of)
     )
-    options = "--shapes 50:6:10:3:0.2:20 --impls eager fused --layers sigsoftmax average-2 average"
+    options = "--shapes 50:6:10:3:0.2:20 --impls eager fused --layers fixnorm average-2 average"
     rows = rows_of("benchmark_output_layers", options, tmp_path / "layers.csv")
     names = [(row["layer"], row["impl"]) for row in rows]
     assert names == [
         ("softmax", "plain"), ("softmax", "eager"), ("softmax", "fused"),
-        ("sigsoftmax", "eager"), ("average-2", "eager"), ("average-3", "eager"),
+        ("fixnorm", "eager"), ("average-2", "eager"), ("average-3", "eager"),
     ]  # fmt: skip
     assert all(float(row["ms_median"]) > 0 for row in rows)
     assert [row["feature_dim"] for row in rows] == ["6", "6", "6", "6", "10", "10"]
@@ -134,17 +161,17 @@ def test_benchmark_of_layers(monkeypatch, tmp_path):
     ratios = [1, 1, 1, 1, (300 + 2 * 60) / 300, (300 + 3 * 60) / 300]
     assert [float(row["flop_ratio"]) for row in rows] == pytest.approx(ratios)
     shape = workloads.Shape("", 50, 6, 10, 3, 0.2, 20)
-    assert workloads.multiply_adds("sigsoftmax", shape, projected=True) == 300 + 60
+    assert workloads.multiply_adds("fixnorm", shape, projected=True) == 300 + 60
 
 
 def test_benchmark_of_networks(monkeypatch, tmp_path):
     monkeypatch.setattr(network_benchmark, "in_fresh_process", lambda function, *of: function(*of))
-    options = "--shapes 40:6:8,7,5 --batch-size 3 --segment-length 6 --layers sigsoftmax average-2"
+    options = "--shapes 40:6:8,7,5 --batch-size 3 --segment-length 6 --layers fixnorm average-2"
     rows = rows_of("benchmark_networks", options, tmp_path / "networks.csv")
     assert [(row["layer"], row["impl"], row["hidden_sizes"]) for row in rows] == [
         ("softmax", "eager", "8,7,6"),
         ("softmax", "fused", "8,7,6"),
-        ("sigsoftmax", "eager", "8,7,6"),
+        ("fixnorm", "eager", "8,7,6"),
         ("average-2", "eager", "8,7,5"),
     ]
     assert all(float(row["output_ms_median"]) > 0 for row in rows)

@@ -363,8 +363,8 @@ def test_dynamic_evaluation_and_cache(example, tmp_path):
 
 def test_train_and_evaluate_refuse_mistakes(tmp_path):
     for example in ("ptb", "wikitext2", "one_billion_word", "text8"):
-        assert mistake(example, "train.sh", "plif").startswith(
-            "train.sh: the output layer is 'plif', allowed are softmax, mos"
+        assert mistake(example, "train.sh", "maxout").startswith(
+            "train.sh: the output layer is 'maxout', allowed are softmax, mos"
         )
         message = f"train.sh: --data {tmp_path} holds no binarized data; run prepare.sh first"
         assert mistake(example, "train.sh", "softmax", "--data", tmp_path, "--save", tmp_path / "save") == message

@@ -1,8 +1,9 @@
 """The papers' formulas, typed out in float64 for tests to compare with: plain, slow, sharing nothing with the plugin.
 
 MoS is Yang et al. 2018, "Breaking the Softmax Bottleneck"; Mixtape is Yang et al. 2019, "Mixtape: Breaking the Softmax
-Bottleneck Efficiently". Logarithms are natural. Parameters are a dict from the name inside a layer to its tensor;
-random draws are passed in, a dropout mask as the factor itself (0 or 1/(1-p)), noise as the term itself (scaled).
+Bottleneck Efficiently"; SigSoftmax, GSS and LMS-PLIF are those of Parthiban et al. 2021. Logarithms are natural.
+Parameters are a dict from the name inside a layer to its tensor; random draws are passed in, a dropout mask as the
+factor itself (0 or 1/(1-p)), noise as the term itself (scaled).
 
 Shapes: N contexts, D features, E embedding, K components, V vocabulary (M in the papers), S frequent tokens,
 d2 gate size, T and J query and key positions, Dh head.
@@ -39,6 +40,45 @@ def moc_log_probs(params, features, *, num_components, context_mask=None):
     for k in range(num_components):
         mixed = mixed + prior[:, k, None] * contexts[k]
     return torch.log_softmax(_logits(params, mixed), dim=-1)
+
+
+def sigsoftmax_log_probs(params, features):
+    """log softmax of 2 l - ln(1 + exp(l)), which Parthiban et al. give for eq. 1; features [N, D] -> [N, V]."""
+    params = _double(params)
+    scores = _logits(params, params.get("context_scale", 1) * features.double())
+    return torch.log_softmax(2 * scores - torch.logaddexp(scores, torch.zeros_like(scores)), dim=-1)
+
+
+def sigsoftmax(scores):
+    """exp(l) sigma(l) over its sum, Parthiban et al. eq. 1 as printed; scores [..., V], far below the 700 of exp."""
+    weights = torch.exp(scores.double()) * torch.sigmoid(scores.double())
+    return weights / weights.sum(dim=-1, keepdim=True)
+
+
+def gss_log_probs(params, features, *, c, k):
+    """log softmax of k(x - c) + c - (k - 1) softplus(x - c), Parthiban et al. eq. 3 and 5; [N, D] -> [N, V]."""
+    params = _double(params)
+    scores = _logits(params, params.get("context_scale", 1) * features.double())
+    softplus = torch.logaddexp(scores - c, torch.zeros_like(scores))
+    return torch.log_softmax(k * (scores - c) + c - (k - 1) * softplus, dim=-1)
+
+
+def plif_log_probs(params, features, *, limit):
+    """log softmax of the integral of a step function, piece by piece: its K steps over [-limit, limit] are
+    log(1 + exp(slopes_raw)), and the first and the last go on beyond; [N, D] -> [N, V]."""
+    params = _double(params)
+    scores = _logits(params, params.get("context_scale", 1) * features.double())
+    slopes = torch.log1p(torch.exp(params["slopes_raw"]))
+    width, last = 2 * limit / len(slopes), len(slopes) - 1
+    values = torch.zeros_like(scores)
+    for j in range(len(slopes)):
+        into_piece = scores - (j * width - limit)
+        if j > 0:
+            into_piece = torch.clamp(into_piece, min=0)
+        if j < last:
+            into_piece = torch.clamp(into_piece, max=width)
+        values = values + slopes[j] * into_piece
+    return torch.log_softmax(values, dim=-1)
 
 
 def mixtape_log_probs(
@@ -88,6 +128,19 @@ def mixtape_log_probs(
     for k in range(num_components):
         scores = scores + priors[:, :, k] * (contexts[k] @ params["weight"].T)
     return torch.log_softmax(scores, dim=-1)
+
+
+def log_probs_of(config, params, features, **draws):
+    """The formula of a layer by its options; features [N, D] -> [N, V]."""
+    options = {
+        "mos": {"num_components": config.num_components},
+        "moc": {"num_components": config.num_components},
+        "mixtape": {"num_components": config.num_components, "weight_norm": config.gate_weight_norm},
+        "gss": {"c": config.gss_c, "k": config.gss_k},
+        "plif": {"limit": config.plif_range},
+    }
+    formula = globals()[f"{config.output_layer}_log_probs"]
+    return formula(params, features, **options.get(config.output_layer, {}), **draws)
 
 
 def context_vectors(params, features, num_components, context_mask=None):

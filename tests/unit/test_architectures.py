@@ -36,6 +36,13 @@ ALL_OPTIONS = {
     "gate_noise": 0.3,
     "frequent_ratio": 0.75,
     "gate_weight_norm": True,
+    "gss_c": 0.5,
+    "gss_k": 3.5,
+    "plif_pieces": 60,
+    "plif_range": 7.5,
+    "plif_init_std": 0.5,
+    "plif_lr_scale": 0.25,
+    "freeze_plif": True,
     "output_impl": "eager",
 }
 

@@ -69,6 +69,8 @@ def test_high_rank_layers_come_closer_to_the_truth():
         for better in ("MoS", "Mixtape"):
             assert fits[better].rank > embed_dim + 2
             assert fits[better].kl < fits[name].kl
+    for name in ("SigSoftmax", "GSS"):
+        assert fits[name].rank > embed_dim + 2
     for result in fits.values():
         assert 0 < result.kl < result.curve[0]
         assert len(result.curve) == 300

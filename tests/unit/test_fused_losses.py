@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mixtape_plugin.kernels import common
-from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer
+from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, build_output_layer
 
 D, E, V, S, PAD = 6, 5, 13, 6, 1
 CASES = {
@@ -25,8 +25,13 @@ CASES = {
     "mos": {"output_layer": "mos"},
     "mixtape": {"output_layer": "mixtape", "frequent_ratio": S / V},
     "mixtape without sharing": {"output_layer": "mixtape", "frequent_ratio": 1.0},
+    "sigsoftmax": {"output_layer": "sigsoftmax"},
+    "gss": {"output_layer": "gss", "gss_c": 0.5, "gss_k": 3.0},
+    "gss with k < 1": {"output_layer": "gss", "gss_k": 0.3},
+    "plif": {"output_layer": "plif", "plif_pieces": 9, "plif_range": 3.0},
 }
-MIXTURES = [case for case in CASES if case != "softmax"]
+LAYERS = {case: OUTPUT_LAYERS[options["output_layer"]] for case, options in CASES.items()}
+MIXTURES = [case for case, layer in LAYERS.items() if layer.has_components]
 MASKED = (0, 4, 7, 12)  # the first and the last token, frequent ones and rare ones
 ROWS = ("weight", "bias", "gate_embedding", "gate_bias")  # parameters with a row a token; the gates' have S of them
 
@@ -37,7 +42,7 @@ each_smoothing = pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def build(case, feature_dim=D, embed_dim=E, vocab_size=V, masked=(), tied=None, std=1.0, seed=0, **options):
     """A fused layer in float64 with normal parameters: biases too, and gates far from 1/2."""
     options = {"gate_dim": 3, "gate_noise": 0.0, "output_impl": "fused", **CASES[case], **options}
-    if case == "softmax":
+    if not LAYERS[case].has_projection:
         embed_dim = feature_dim
     if tied is None:
         options["output_embed_dim"] = embed_dim
@@ -85,10 +90,7 @@ def by_formula(layer, features, target, label_smoothing=0.0, ignore_index=-100):
     for name in ROWS:
         if name in parameters:
             parameters[name] = parameters[name][[x for x in allowed if x < len(parameters[name])]]
-    options = {} if layer.config.output_layer == "softmax" else {"num_components": layer.config.num_components}
-    if layer.config.output_layer == "mixtape":
-        options["weight_norm"] = layer.config.gate_weight_norm
-    log_probs = getattr(reference, f"{layer.config.output_layer}_log_probs")(parameters, features, **options)
+    log_probs = reference.log_probs_of(layer.config, parameters, features)
     renumbered = [-100 if x == ignore_index else allowed.index(x) for x in target.flatten().tolist()]
     loss, nll = reference.label_smoothed_loss(log_probs, torch.tensor(renumbered), label_smoothing, -100)
     found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
@@ -145,7 +147,7 @@ def test_a_tied_weight_gets_both_gradients(case):
     for impl in "fused", "eager":
         torch.manual_seed(0)
         embedding = torch.nn.Embedding(V, E, dtype=torch.float64)
-        hidden = torch.nn.Linear(E, E if case == "softmax" else D, dtype=torch.float64)
+        hidden = torch.nn.Linear(E, D if LAYERS[case].has_projection else E, dtype=torch.float64)
         layer = build(case, hidden.out_features, tied=embedding.weight, output_impl=impl)
         assert layer.weight is embedding.weight
         inputs = torch.randint(V, (2, 5))

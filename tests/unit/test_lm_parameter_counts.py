@@ -41,6 +41,12 @@ def build(arch, vocab_size, masked=("<s>", "<pad>"), **options):
         ("awd_lstm_lm_ptb", PTB, 24_221_600),
         ("awd_lstm_lm_ptb_mos", PTB, 21_500_620),
         ("awd_lstm_lm_ptb_moc", PTB, 21_500_620),
+        ("awd_lstm_lm_ptb_sigsoftmax", PTB, 24_221_600),
+        ("awd_lstm_lm_ptb_gss", PTB, 24_221_600),
+        ("awd_lstm_lm_ptb_plif", PTB, 24_321_600),
+        ("awd_lstm_lm_wikitext2_sigsoftmax", WIKITEXT2, 33_556_078),
+        ("awd_lstm_lm_wikitext2_gss", WIKITEXT2, 33_556_078),
+        ("awd_lstm_lm_wikitext2_plif", WIKITEXT2, 33_656_078),
         ("awd_lstm_lm_wikitext2", WIKITEXT2, 33_556_078),
         ("awd_lstm_lm_wikitext2_mos", WIKITEXT2, 34_909_528),
         ("awd_lstm_lm_wikitext2_moc", WIKITEXT2, 34_909_528),
@@ -50,6 +56,12 @@ def build(arch, vocab_size, masked=("<s>", "<pad>"), **options):
 )
 def test_counts_of_the_papers(arch, vocab_size, count):
     assert count_parameters(build(arch, vocab_size)) == count
+
+
+def test_frozen_slopes_do_not_count():
+    model = build("awd_lstm_lm_ptb_plif", PTB, freeze_plif=True)
+    assert count_parameters(model) == 24_221_600
+    assert model.state_dict()["decoder.output_projection.slopes_raw"].shape == (100_000,)
 
 
 @pytest.mark.parametrize(

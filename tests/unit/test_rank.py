@@ -97,7 +97,8 @@ def test_sums_in_float32_would_not_do():
 
 @pytest.mark.parametrize("output_layer", LAYERS)
 def test_rank_of_every_layer(output_layer):
-    """softmax and MoC have E + 2, the others more; Mixtape, with gates of its own for S tokens, at most S + E + 2."""
+    """softmax and MoC have E + 2, the others more (PLIF with slopes as random as here); Mixtape, with gates of its own
+    for S tokens, at most S + E + 2."""
     torch.manual_seed(0)
     embed_dim, frequent, tokens = 6, 12, 80
     config = OutputLayerConfig(

@@ -21,6 +21,7 @@ with mock.patch.dict(os.environ, MODE):
     triton = pytest.importorskip("triton")
     from mixtape_plugin.kernels import common, dispatch, mixtape, torch_ops
     from mixtape_plugin.kernels import triton_ops as ops
+    from mixtape_plugin.kernels.curves import Curve, GeneralizedSigSoftmax, PiecewiseLinear
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # infinities and NaN are part of the tests; numpy, which the interpreter computes with, warns of them
@@ -81,7 +82,7 @@ def to_device(*tensors):
 @pytest.mark.parametrize("module", (torch_ops, ops))
 def test_both_modules_have_the_operations_that_dispatch_names(module):
     names = [name for name, value in vars(dispatch.Elementwise).items() if inspect.isfunction(value) and name[0] != "_"]
-    assert len(names) == 5
+    assert len(names) == 6
     for name in names:
         _, *expected = inspect.signature(getattr(dispatch.Elementwise, name)).parameters.values()  # without self
         found = inspect.signature(getattr(module, name)).parameters.values()
@@ -194,6 +195,92 @@ def test_no_tokens():
     leaves, gates, out = (torch.empty(*shape, device=DEVICE) for shape in ((3, 0, 5), (2, 0, 5), (0, 5)))
     ops.mix_(leaves, gates, 0.1, out)
     ops.mix_backward_(leaves, gates, out)
+
+
+# ---------------------------------------------------------------------------------------------- softmax of a curve
+
+
+def make_curve(kind, slopes=None):
+    slopes = torch.rand(9, dtype=torch.float64, generator=torch.Generator().manual_seed(5)) + 0.1
+    if kind == "one piece":
+        slopes = slopes[:1]
+    return {"gss": GeneralizedSigSoftmax(-0.7, 2.5), "k < 1": GeneralizedSigSoftmax(0.5, 0.3)}.get(
+        kind
+    ) or PiecewiseLinear(slopes, 1.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["gss", "k < 1", "pieces", "one piece"])
+@pytest.mark.parametrize("n, size", [(1, 1), (4, 37), (2, 100)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_softmax_of_a_curve(dtype, kind, n, size, masked):
+    """Against torch's derivative of the formula in float64, of the slopes too."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    logits, exact = draw((n, size), dtype)
+    before = rest(logits)
+    target = some_targets(n, size)
+    bias = torch.randn(size, generator=torch.Generator().manual_seed(2)).to(wide)
+    mask = torch.zeros(size, dtype=torch.bool)
+    if masked:
+        mask[: size // 2] = True
+        mask[target] = False
+    curve = make_curve(kind)
+    leaves = [exact.requires_grad_()]
+    if isinstance(curve, PiecewiseLinear):
+        leaves.append(curve.slopes.requires_grad_())
+    log_probs = curve.value(exact + bias.double()).masked_fill(mask, -math.inf).log_softmax(1)
+    nll = -log_probs.gather(1, target[:, None]).squeeze(1)
+    spread = -log_probs[:, ~mask].sum(1)
+    # the sum of target_weight and of every epsilon is 1, as it is for a label-smoothed loss: Σ_j B_j = 0
+    epsilon = 0.01
+    target_weight = 1 - epsilon * int((~mask).sum())
+    expected = torch.autograd.grad((target_weight * nll + epsilon * spread).sum(), leaves)
+
+    curve = make_curve(kind)
+    if isinstance(curve, PiecewiseLinear):
+        curve.slopes = curve.slopes.to(DEVICE)
+    curve.begin(wide, True)
+    place = mask.to(DEVICE) if masked else None
+    actual = ops.curve_softmax_minus_label_(logits, *to_device(bias, target), curve, target_weight, epsilon, place, 3.0)
+    assert_rounded(logits, 3.0 * expected[0], scale=4.0)
+    assert_rounded(actual[0], nll.detach(), scale=4.0)
+    assert_rounded(actual[1], spread.detach(), scale=4.0)
+    assert actual[0].dtype == actual[1].dtype == wide
+    assert torch.equal(rest(logits), before)
+    for found, wanted in zip(curve.gradients().values(), expected[1:]):
+        tolerance = 1e-9 if dtype == torch.float64 else 3e-5
+        torch.testing.assert_close(found.cpu(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_softmax_of_a_curve_without_a_kernel():
+    class Cubic(Curve):
+        def value(self, scores):
+            return scores + scores**3
+
+    logits, exact = draw((3, 20), torch.float32, scale=0.5)
+    exact.requires_grad_()
+    target = some_targets(3, 20)
+    nll = torch.nn.functional.cross_entropy(exact + exact**3, target, reduction="none")
+    nll.sum().backward()
+    actual = ops.curve_softmax_minus_label_(logits, None, target.to(DEVICE), Cubic(), 1.0, 0.0, None)
+    assert_rounded(logits, exact.grad, scale=3.0)
+    assert_rounded(actual[0], nll.detach(), scale=3.0)
+
+
+def test_softmax_of_a_curve_with_wrong_targets_and_numbers():
+    for kind in "gss", "pieces":
+        for bad in math.nan, math.inf:
+            curve = make_curve(kind)
+            curve.begin(torch.float32, False)
+            if kind == "pieces":
+                curve.tables = to_device(*curve.tables)
+            logits, _ = draw((3, 40), torch.float32)
+            logits[1, 20] = bad
+            targets = torch.tensor([5, 5, 40], device=DEVICE)
+            nll, _ = ops.curve_softmax_minus_label_(logits, None, targets, curve, 0.9, 0.1, None)
+            assert nll[0].isfinite() and logits[0].isfinite().all()
+            assert not nll[1].isfinite() and not logits[1].isfinite().all()
+            assert nll[2].isnan() and logits[2].isnan().all()
 
 
 # ---------------------------------------------------------------------------------------------- mixture of softmaxes
@@ -450,7 +537,7 @@ def test_fused_losses_over_the_kernels(name, label_smoothing, masked, monkeypatc
     monkeypatch.setattr(common, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(common, "MIN_ROWS", 1)
     torch.manual_seed(0)
-    options = {"output_embed_dim": 12 if name == "softmax" else 8, "gate_dim": 5, "gate_noise": 0.0}
+    options = {"output_embed_dim": 8 if OUTPUT_LAYERS[name].has_projection else 12, "gate_dim": 5, "gate_noise": 0.0}
     config = OutputLayerConfig(output_layer=name, output_impl="eager", **options)
     layer = build_output_layer(config, 12, 37, masked_tokens=masked).double().to(DEVICE)
     for parameter in layer.parameters():
@@ -471,6 +558,7 @@ COMPILE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from mixtape_plugin.kernels import triton_ops as ops
+from mixtape_plugin.kernels.curves import GeneralizedSigSoftmax, PiecewiseLinear
 
 
 class NoDevice:
@@ -492,6 +580,10 @@ for dtype in (torch.bfloat16, torch.float64):
     ops.softmax_minus_label_(torch.empty(2, 1000, dtype=dtype), bias, target, 0.9)
     logits, prior = torch.empty(2, 5, 1000, dtype=dtype), torch.zeros(2, 5)
     ops.mos_smoothing_(logits, bias, prior, target, 0.9, 0.1, torch.zeros(1000, dtype=torch.bool))
+    for curve in GeneralizedSigSoftmax(-1.5, 2.5), PiecewiseLinear(torch.ones(100_000), 20.0):
+        curve.begin(bias.dtype, True)
+        mask = torch.zeros(1000, dtype=torch.bool)
+        ops.curve_softmax_minus_label_(torch.empty(2, 1000, dtype=dtype), bias, target, curve, 0.9, 0.1, mask)
     leaves, gates, out = (torch.empty(*shape, 2, 100, dtype=dtype) for shape in ((4,), (3,), ()))
     ops.mix_(leaves, gates, 0.1, out)
     ops.mix_backward_(leaves, gates, out)
@@ -509,7 +601,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path):
     result = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, encoding="utf-8")
     assert result.returncode == 0, result.stderr[-3000:]
     lines = [line for line in result.stdout.splitlines() if "_kernel" in line]
-    assert len(lines) == 11 and all(line.endswith("True") for line in lines)
+    assert len(lines) == 15 and all(line.endswith("True") for line in lines)
 
 
 @pytest.mark.gpu
