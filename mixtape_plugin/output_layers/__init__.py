@@ -39,6 +39,13 @@ class OutputLayerConfig(FairseqDataclass):
         default=None,
         metadata={"help": "h_k, or softmax's features, times a learned scale that starts here; 0 or left out: none"},
     )
+    context_init: ChoiceEnum(["default", "xavier", "identity"]) = field(
+        default="default", metadata={"help": "initial H_k: U(1/sqrt(D)), Xavier for each k, or the identity plus noise"}
+    )
+    gate_embedding_init: float = field(
+        default=1.0, metadata={"help": "standard deviation of v_x in units of 1/sqrt(d2)"}
+    )
+    gate_weight_scale: float = field(default=1.0, metadata={"help": "constant of the weight normalisation"})
     context_dropout: float = field(default=0.0, metadata={"help": "dropout on the context vectors h_k"})
     locked_context_dropout: bool = field(
         default=False, metadata={"help": "one context dropout mask for all time steps of a sequence"}

@@ -216,6 +216,16 @@ class MixtureLayer(OutputLayer):
         super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
         self.num_components = config.num_components
         self.context = nn.Linear(feature_dim, self.num_components * self.embed_dim)
+        with torch.no_grad():
+            for block in self.context.weight.split(self.embed_dim):
+                if config.context_init == "xavier":
+                    nn.init.xavier_uniform_(block)
+                elif config.context_init == "identity":
+                    if self.embed_dim != feature_dim:
+                        raise UserError(f"--context-init identity needs E = D, not {self.embed_dim} and {feature_dim}")
+                    block.copy_(torch.eye(feature_dim) + 1e-4 * torch.randn(feature_dim, feature_dim))
+            if config.context_init != "default":
+                self.context.bias.zero_()
 
     @property
     def has_locked_dropout(self) -> bool:

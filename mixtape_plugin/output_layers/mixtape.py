@@ -71,7 +71,7 @@ class Mixtape(MixtureLayer):
         self.gate_shared = nn.Linear(feature_dim, self.num_gates, bias=False)
         self.gate_embedding = nn.Parameter(torch.empty(self.num_frequent, config.gate_dim))
         self.gate_bias = nn.Parameter(torch.zeros(self.num_frequent, self.num_gates))
-        nn.init.normal_(self.gate_embedding, std=config.gate_dim**-0.5)
+        nn.init.normal_(self.gate_embedding, std=config.gate_embedding_init * config.gate_dim**-0.5)
 
     @property
     def scores_per_token(self) -> int:
@@ -86,7 +86,7 @@ class Mixtape(MixtureLayer):
         """tanh(U_k g) after dropout, [..., K−1, d2]."""
         weight = self.gate_hidden.weight
         if self.config.gate_weight_norm:
-            weight = F.normalize(weight, dim=1)
+            weight = self.config.gate_weight_scale * F.normalize(weight, dim=1)
         hidden = torch.tanh(F.linear(features, weight, self.gate_hidden.bias))
         hidden = F.dropout(hidden, self.config.gate_dropout, self.training)
         return hidden.unflatten(-1, (self.num_gates, self.config.gate_dim))
