@@ -119,6 +119,10 @@ def from_log(text: str) -> dict:
     layer_class = OUTPUT_LAYERS.get(row["layer"], OutputLayer)
     if components and layer_class.has_components:
         row["layer"] += f"-{components}"
+    else:  # seeds of plif and of plif-frozen are two groups
+        for variant, options in layer_class.variants.items():
+            if all(last(rf"\b{name}=([^,)]+)", text) == str(value) for name, value in options.items()):
+                row["layer"] += f"-{variant}"
     starts = re.findall(r"train\.sh: commit (\S+), command (.*)", text)
     row["commit"] = ", ".join(dict.fromkeys(commit for commit, _ in starts)) or UNKNOWN
     row["command"] = starts[-1][1].strip() if starts else UNKNOWN

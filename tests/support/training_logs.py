@@ -1,7 +1,12 @@
 """Logs and score files as trainings leave them, made here, and the table that collect_results.py prints of them."""
 
 TIME = "2026-01-02 03:04:05 | INFO | "
-LAYERS = {"softmax": "output_layer='softmax', num_components=4", "mixtape": "num_components=4, output_layer='mixtape'"}
+LAYERS = {
+    "softmax": "output_layer='softmax', num_components=4",
+    "mixtape": "num_components=4, output_layer='mixtape'",
+    "plif": "output_layer='plif', num_components=4, plif_lr_scale=0.001, freeze_plif=False",
+    "plif-frozen": "output_layer='plif', num_components=4, plif_lr_scale=0.001, freeze_plif=True",
+}
 
 
 def start(layer="mixtape", seed=7, task="translation", parameters="5,472,793", command="examples/multi30k/train.sh"):

@@ -107,6 +107,18 @@ def test_language_models(folder, capsys):
     assert (row["updates"], row["tokens/s"], row["wall time"]) == ("not run", "not run", "not run")
 
 
+def test_settings_of_a_layer_are_told_apart(tmp_path):
+    """Frozen slopes are another model: its seeds are no seeds of PLIF."""
+    for layer, name in (
+        ("plif", "plif"),
+        ("plif-frozen", "plif-frozen"),
+        ("softmax", "softmax"),
+        ("mixtape", "mixtape-4"),
+    ):
+        path = write_folder(tmp_path / layer, train_log=start(layer) + epoch(1, 274, 362.3) + DONE)
+        assert collect(path)[0]["layer"] == name
+
+
 def test_resumed_training(folder):
     """One log of two starts, the first killed in the middle of a line; the third, too, with nothing after it."""
     killed = f"{TIME}valid | epoch 002 | valid on 'valid' subset | loss 9 | nll_loss 8.5 | ppl 1"
