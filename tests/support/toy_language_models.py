@@ -13,6 +13,7 @@ from conftest import USER_DIR, make_dictionary, run
 
 from mixtape_plugin.data.bptt_dataset import TokenStream
 from mixtape_plugin.models.awd_lstm_lm import AWDLSTMLanguageModel
+from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 V, EOS, PAD = 14, 2, 1
@@ -44,15 +45,18 @@ def repetitive_text(length, seed=0):
     return tokens[:length]
 
 
+def options_of(output_layer):
+    """Those that the formulas of the layers depend on."""
+    return {"output_layer": output_layer, "num_components": 3, "plif_pieces": 9, "plif_range": 3.0}
+
+
 def build(output_layer="softmax", std=0.6, dtype=torch.float64, dropout=0.5, masked_tokens=()):
     """Two LSTM layers with random parameters that are large enough to matter, all dropouts on."""
     dictionary = make_dictionary(V - 4)
     task = SimpleNamespace(target_dictionary=dictionary, source_dictionary=dictionary, masked_tokens=masked_tokens)
     names = ("dropout", "input_dropout", "hidden_dropout", "embedding_dropout", "weight_dropout", "context_dropout")
-    hidden_sizes = "7,5" if output_layer == "softmax" else "7,6"
-    args = Namespace(
-        output_layer=output_layer, embed_dim=5, hidden_sizes=hidden_sizes, num_components=3, gate_dim=3, gate_noise=0.5
-    )
+    hidden_sizes = "7,6" if OUTPUT_LAYERS[output_layer].has_projection else "7,5"
+    args = Namespace(embed_dim=5, hidden_sizes=hidden_sizes, gate_dim=3, gate_noise=0.5, **options_of(output_layer))
     model = AWDLSTMLanguageModel.build_model(Namespace(**vars(args), **dict.fromkeys(names, dropout)), task)
     torch.manual_seed(1)
     for parameter in model.parameters():
@@ -70,9 +74,9 @@ def predict_by_hand(parameters, output_layer, inputs, states):
     features, _, states = reference_lm.awd_lstm(
         embedding, [by_module["decoder.layers.0"], by_module["decoder.layers.1"]], inputs, states
     )
-    options = {} if output_layer == "softmax" else {"num_components": 3}
     tied = {**by_module["decoder."], "weight": embedding}
-    log_probs = getattr(reference, f"{output_layer}_log_probs")(tied, features.flatten(0, 1), **options)
+    config = OutputLayerConfig(**options_of(output_layer))
+    log_probs = reference.log_probs_of(config, tied, features.flatten(0, 1))
     return log_probs, features, states
 
 

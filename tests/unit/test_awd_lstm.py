@@ -23,7 +23,7 @@ from mixtape_plugin.modules.weight_drop import WeightDropLSTM
 from mixtape_plugin.output_layers import OUTPUT_LAYERS
 
 B, T, V, E, HIDDEN = 3, 6, 14, 5, (7, 8, 6)
-MIXTURES = [name for name in OUTPUT_LAYERS if name != "softmax"]
+MIXTURES = [name for name in OUTPUT_LAYERS if OUTPUT_LAYERS[name].has_components]
 DROPOUTS = ("dropout", "input", "hidden", "embedding", "weight", "context")
 
 
@@ -46,9 +46,9 @@ def build(output_layer="softmax", command="", vocab_size=V, masked_tokens=(), **
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
     AWDLSTMLanguageModel.add_args(parser)
     options = f"--output-layer {output_layer}".split()
-    sizes = [*HIDDEN[:-1], E if output_layer == "softmax" else HIDDEN[-1]]
+    sizes = [*HIDDEN[:-1], HIDDEN[-1] if OUTPUT_LAYERS[output_layer].has_projection else E]
     options += ["--embed-dim", str(E), "--hidden-sizes", ",".join(map(str, sizes)), "--gate-dim", "3"]
-    options += "--gate-noise 0 --gate-dropout 0 --num-components 3".split()
+    options += "--gate-noise 0 --gate-dropout 0 --num-components 3 --plif-pieces 9 --plif-range 3".split()
     for name in DROPOUTS:
         options += ["--dropout" if name == "dropout" else f"--{name}-dropout", str(dropout.get(name, 0.0))]
     args = parser.parse_args([*options, *command.split()])
@@ -76,10 +76,7 @@ def random_tokens(*shape):
 
 def expected_log_probs(model, features):
     layer = model.decoder.output_projection
-    name = layer.config.output_layer
-    options = {} if name == "softmax" else {"num_components": layer.config.num_components}
-    formula = getattr(reference, f"{name}_log_probs")
-    log_probs = formula(dict(layer.named_parameters()), features.flatten(0, 1), **options)
+    log_probs = reference.log_probs_of(layer.config, dict(layer.named_parameters()), features.flatten(0, 1))
     return log_probs.unflatten(0, features.shape[:2])
 
 
@@ -459,7 +456,7 @@ def assert_uniform(values, bound):
 @pytest.mark.parametrize("untied", [False, True])
 @pytest.mark.parametrize("name", OUTPUT_LAYERS)
 def test_initialisation(name, untied):
-    sizes = (40, 50, 30 if name == "softmax" else 60)
+    sizes = (40, 50, 60 if OUTPUT_LAYERS[name].has_projection else 30)
     command = f"--embed-dim 30 --hidden-sizes {','.join(map(str, sizes))} --gate-dim 20"
     model = build(name, command + " --untie-embeddings" * untied, vocab_size=300)
     layer = model.decoder.output_projection
@@ -474,7 +471,7 @@ def test_initialisation(name, untied):
     linear = ["context.weight", "context.bias", "prior.weight", "gate_hidden.weight", "gate_shared.weight"]
     parameters = dict(layer.named_parameters())
     found = [parameters[name] for name in linear if name in parameters]
-    assert len(found) == {"softmax": 0, "mos": 3, "moc": 3, "mixtape": 4}[name]
+    assert len(found) == {"mos": 3, "moc": 3, "mixtape": 4}.get(name, 0)
     for parameter in found:
         assert_uniform(parameter, 1 / math.sqrt(sizes[-1]))
 

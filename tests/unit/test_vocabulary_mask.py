@@ -20,10 +20,12 @@ MASKS = {"first": (0, 1), "inside": (0, 1, 4), "outside": (7, 10), "both": (0, 5
 
 def build(name, masked=MASKS["both"], tied=False, **options):
     torch.manual_seed(0)
-    options = {"gate_dim": 3, "gate_noise": 0.0, "frequent_ratio": 6 / V, **options}
-    feature_dim = E if name == "softmax" else D
+    small = {"plif_pieces": 9, "plif_range": 3.0}
+    options = {"gate_dim": 3, "gate_noise": 0.0, "frequent_ratio": 6 / V, **small, **options}
+    projected = OUTPUT_LAYERS[name].has_projection
+    feature_dim = D if projected else E
     tied_weight = torch.nn.Parameter(torch.empty(V, E)) if tied else None
-    if not tied and name != "softmax":
+    if not tied and projected:
         options["output_embed_dim"] = E
     config = OutputLayerConfig(output_layer=name, **options)
     layer = build_output_layer(config, feature_dim, V, tied_weight, masked_tokens=masked)
@@ -57,9 +59,7 @@ def without_masked_rows(layer):
 
 def expected_log_probs(layer, features):
     """[N, V - masked], from the float64 formulas over the other tokens."""
-    formula = getattr(reference, f"{layer.config.output_layer}_log_probs")
-    options = {} if layer.config.output_layer == "softmax" else {"num_components": layer.config.num_components}
-    return formula(without_masked_rows(layer), features, **options)
+    return reference.log_probs_of(layer.config, without_masked_rows(layer), features)
 
 
 def gradients(loss, layer, features):
@@ -202,7 +202,7 @@ def test_a_loss_in_chunks_is_the_same(name, masked, monkeypatch):
 
 
 @pytest.mark.parametrize("locked", [False, True])
-@pytest.mark.parametrize("name", [name for name in OUTPUT_LAYERS if name != "softmax"])
+@pytest.mark.parametrize("name", [name for name in OUTPUT_LAYERS if OUTPUT_LAYERS[name].has_components])
 def test_the_gradient_of_chunks_is_that_of_the_same_draw(name, locked, monkeypatch):
     """A chunk is gone through twice, with the same dropouts and noise: finite differences know of one draw only."""
     options = {"context_dropout": 0.4, "locked_context_dropout": locked, "gate_dropout": 0.3, "gate_noise": 0.5}
