@@ -73,8 +73,8 @@ class MixtapeTransformerModel(TransformerModel):
         args = complete_options(args, OutputLayerConfig, RelativePositionConfig)
         check_options(args)
         if not torch.cuda.is_available():
-            # On a CPU torch's flash attention takes seven times as long to differentiate in bfloat16 as in float32. It is a
-            # switch of the whole process: the next model in float32 puts it back.
+            # On a CPU torch's flash attention takes seven times as long to differentiate in bfloat16 as in float32. The
+            # switch is the whole process's: the next model in float32 puts it back.
             torch.backends.cuda.enable_flash_sdp(not getattr(args, "bf16", False))
         check_dictionary(OutputLayerConfig.from_args(args), task.target_dictionary)
         return super().build_model(args, task)
