@@ -8,7 +8,8 @@ contexts' features are free parameters, so only the output layer stands between 
 E = 16 the log-probabilities of softmax and MoC have rank 18 at most; those of MoS and Mixtape have no such bound.
 
 Prints a table and writes it (layers.csv), the divergence at every step (kl.csv), the singular values of log P
-(singular_values.csv), and a drawing of both (bottleneck.png).
+(singular_values.csv), and a drawing of both (bottleneck.png); the maps f of the layers p = softmax(f(z)), PLIF's as it
+was learned (maps.csv, maps.png).
 """
 
 import argparse
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from mixtape_plugin.analysis.bottleneck import LAYERS, fit, random_conditional
+from mixtape_plugin.analysis.bottleneck import LAYERS, MAP_SCORES, fit, random_conditional
 from mixtape_plugin.analysis.files import write_csv, write_whole
 from mixtape_plugin.analysis.rank import log_prob_rank, singular_values
 from mixtape_plugin.errors import UserError
@@ -45,6 +46,21 @@ def draw(path, fits, true_sigma, title):
     right.set(xlabel="index", ylabel="σ / σ_max", title="singular values of log P", yscale="log", xscale="log")
     left.legend(loc="lower left")
     right.legend(title="rank")
+    write_whole(path, lambda part: figure.savefig(part, dpi=150))
+    plt.close(figure)
+
+
+def draw_maps(path, maps):
+    """f(z) of each map, and f(z) − z, which a softmax sees but for what is the same for all tokens."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    for name, values in maps.items():
+        left.plot(MAP_SCORES, values, label=name)
+        right.plot(MAP_SCORES, values - MAP_SCORES, label=name)
+    left.plot(MAP_SCORES, MAP_SCORES, "k:", label="softmax: f(z) = z")
+    right.axhline(0, color="k", linestyle=":")
+    left.set(xlabel="score z", ylabel="f(z)", title="maps of the scores before the softmax")
+    right.set(xlabel="score z", ylabel="f(z) − z", title="what they change")
+    left.legend()
     write_whole(path, lambda part: figure.savefig(part, dpi=150))
     plt.close(figure)
 
@@ -103,13 +119,17 @@ def main(argv=None):
     layers = [[name, f.kl, f.rank, f.accuracy, f.parameters, f.seconds] for name, f in fits.items()]
     curves = enumerate(zip(*(f.curve for f in fits.values())))
     sigmas = enumerate(zip(true_sigma.tolist(), *(f.sigma.tolist() for f in fits.values())), 1)
+    maps = {name: f.map_ for name, f in fits.items() if f.map_ is not None}
+    points = zip(MAP_SCORES.tolist(), *(values.tolist() for values in maps.values()))
     for name, columns, rows in (
         ("layers", COLUMNS, layers),
         ("kl", ["step", *fits], ([step, *row] for step, row in curves)),
+        ("maps", ["z", *maps], points),
         ("singular_values", ["index", "truth", *fits], ([index, *row] for index, row in sigmas)),
     ):
         write_csv(args.out / f"{name}.csv", columns, (dict(zip(columns, row)) for row in rows))
     draw(args.out / "bottleneck.png", fits, true_sigma, title)
+    draw_maps(args.out / "maps.png", maps)
     print(f"{title}; the truth has rank {log_prob_rank(truth)} and an entropy of {entropy:.2f} nats\n")
     print(table(fits))
     print(f"\nDrawing and CSV files: {args.out}/")

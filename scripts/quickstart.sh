@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a table: the same tiny Transformer with softmax and with Mixtape, on a corpus written here.
+# From nothing to a table: the same tiny Transformer with one output layer after the other, on a corpus written here.
 # Running it again reuses what is there.
 set -euo pipefail
 
@@ -9,22 +9,40 @@ usage="usage: quickstart.sh [--data DIR [--source-lang XX]] [--out DIR] [--updat
                 the language to translate from (default: the first by alphabet)
   --out DIR     everything that is written (default: quickstart-output, with --data quickstart-output.NAME after its
                 folder; .2 and so on is added where that holds a run with other options)
+  --layers LIST output layers to compare, of softmax,mos,moc,mixtape,sigsoftmax,gss,plif (default: softmax,mixtape);
+                those that were trained before are not trained again
   --updates N   training length (default: 1000)
   --no-setup    use the Python environment that is active instead of setting one up"
 die() { echo "quickstart.sh: $*" >&2; exit 1; }
 
-data="" from="" out="" updates=1000 setup=yes
+data="" from="" out="" layers=softmax,mixtape updates=1000 setup=yes
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) echo "$usage"; exit ;;
     --no-setup) setup=no; shift; continue ;;
-    --data | --source-lang | --out | --updates) [ $# -gt 1 ] || die "$1 needs a value; see quickstart.sh --help" ;;
+    --data | --source-lang | --out | --layers | --updates) [ $# -gt 1 ] || die "$1 needs a value; see quickstart.sh --help" ;;
     *) die "unknown option $1; see quickstart.sh --help" ;;
   esac
-  case $1 in --data) data=$2 ;; --source-lang) from=$2 ;; --out) out=$2 ;; --updates) updates=$2 ;; esac
+  case $1 in --data) data=$2 ;; --source-lang) from=$2 ;; --out) out=$2 ;; --layers) layers=$2 ;; --updates) updates=$2 ;; esac
   shift 2
 done
 [[ $updates =~ ^[1-9][0-9]*$ ]] || die "--updates is '$updates', allowed is a positive whole number"
+# Embeddings of E = 8 for all, on a Transformer of width 64: layers without a projection of their own get there by a linear map.
+flags_of() { # flags_of LAYER
+  case $1 in
+    softmax | sigsoftmax | gss) echo --decoder-output-dim 8 ;;
+    plif) echo --decoder-output-dim 8 --plif-lr-scale 1 ;;
+    mos | moc) echo --output-embed-dim 8 --num-components 4 ;;
+    mixtape) echo --output-embed-dim 8 --num-components 4 --gate-dim 16 --frequent-ratio 1 --gate-noise 0 ;;
+    *) return 1 ;;
+  esac
+}
+IFS=, read -ra layers <<<"$layers"
+[ ${#layers[@]} -gt 0 ] || die "--layers is empty; see quickstart.sh --help"
+[ -z "$(printf '%s\n' "${layers[@]}" | sort | uniq -d)" ] || die "--layers names one twice: ${layers[*]}"
+for layer in "${layers[@]}"; do
+  flags_of "$layer" >/dev/null || die "--layers names '$layer', allowed are softmax, mos, moc, mixtape, sigsoftmax, gss and plif"
+done
 [ -z "$data" ] || [ -d "$data" ] || die "--data $data is no folder"
 [ -z "$data" ] || data=$(cd "$data" && pwd)
 [ -z "$from" ] || [ -n "$data" ] || die "--source-lang $from goes with --data only"
@@ -99,14 +117,13 @@ if [ ! -d "$binarized" ]; then
   mv "$binarized.part" "$binarized"
 fi
 
-# Embeddings of E = 8 for both, on a Transformer of width 64: the softmax gets there by a linear map.
-train() { # train LAYER FLAGS...
-  local layer=$1
-  shift
+train() { # train LAYER
+  local layer=$1 flags
   [ ! -f "$out/$layer/trained" ] || return 0
   mkdir -p "$out/$layer"
+  read -ra flags <<<"$(flags_of "$layer")"
   fairseq-train "$binarized" --source-lang "$source" --target-lang "$target" --user-dir mixtape_plugin --save-dir "$out/$layer" --arch mixtape_transformer_tiny \
-    --encoder-layers 1 --decoder-layers 1 --output-layer "$layer" "$@" --dropout 0 --criterion output_layer_cross_entropy \
+    --encoder-layers 1 --decoder-layers 1 --output-layer "$layer" "${flags[@]}" --dropout 0 --criterion output_layer_cross_entropy \
     --optimizer adam --adam-betas '(0.9, 0.98)' --lr 5e-3 --clip-norm 1 --lr-scheduler polynomial_decay --warmup-updates 100 --total-num-update "$updates" \
     --max-update "$updates" --max-tokens 1024 --seed 1 --num-workers 0 --no-epoch-checkpoints --log-format simple --log-interval 50 \
     2>&1 | tee -a "$out/$layer/train.log" |
@@ -114,21 +131,23 @@ train() { # train LAYER FLAGS...
     die "training $layer failed: $(grep -v '^ ' "$out/$layer/train.log" | tail -n 1)"
   touch "$out/$layer/trained"
 }
-say "training softmax and Mixtape, $updates updates each"
-train softmax --decoder-output-dim 8 &
-softmax=$!
-train mixtape --output-embed-dim 8 --num-components 4 --gate-dim 16 --frequent-ratio 1 --gate-noise 0 &
-mixtape=$!
-failed=no
-wait $softmax || failed=yes
-wait $mixtape || failed=yes
-[ $failed = no ] || exit 1
+say "training ${layers[*]}, $updates updates each"
+for ((i = 0; i < ${#layers[@]}; i += 2)); do # two at once
+  jobs=()
+  for layer in "${layers[@]:i:2}"; do
+    train "$layer" &
+    jobs+=($!)
+  done
+  failed=no
+  for job in "${jobs[@]}"; do wait "$job" || failed=yes; done
+  [ $failed = no ] || exit 1
+done
 
 # In the generated corpus the right translation is each word's likeliest one; test.TARGET is a draw.
 reference=$text/test.$target
 [ ! -f "$text/raw.test.$target" ] || reference=$text/raw.test.$target
 [ ! -f "$text/test.likeliest.$target" ] || reference=$text/test.likeliest.$target
-for layer in softmax mixtape; do
+for layer in "${layers[@]}"; do
   [ ! -f "$out/$layer/score.json" ] || continue
   say "translating the test set with $layer"
   fairseq-generate "$binarized" --source-lang "$source" --target-lang "$target" --user-dir mixtape_plugin --path "$out/$layer/checkpoint_last.pt" --beam 4 --remove-bpe \
@@ -138,5 +157,5 @@ for layer in softmax mixtape; do
     --target-lang "$target" --json "$out/$layer/score.json" >"$out/$layer/score.txt"
 done
 say "measuring perplexity and rank"
-python scripts/quickstart_report.py "$out"
+python scripts/quickstart_report.py "$out" "${layers[@]}"
 say "done: everything is in $out"

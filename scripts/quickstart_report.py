@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The table at the end of quickstart.sh, on the terminal and in table.md and table.csv.
 
-python scripts/quickstart_report.py quickstart-output
+python scripts/quickstart_report.py quickstart-output softmax mixtape
 """
 
 import json
@@ -21,7 +21,6 @@ from mixtape_plugin.analysis.files import write_csv, write_whole
 from mixtape_plugin.analysis.rank import log_prob_rank
 from mixtape_plugin.errors import UserError
 
-LAYERS = ("softmax", "mixtape")
 MAX_CONTEXTS = 2000
 COLUMNS = ("output layer", "BLEU", "test perplexity", "rank of log P", "parameters", "training tokens/s")
 
@@ -65,12 +64,12 @@ def row(out, layer):
 
 
 def main():
-    if len(sys.argv) != 2 or not os.path.isdir(sys.argv[1]):
-        raise UserError("usage: quickstart_report.py DIR, the folder that quickstart.sh wrote")
+    if len(sys.argv) < 3 or not os.path.isdir(sys.argv[1]):
+        raise UserError("usage: quickstart_report.py DIR LAYER..., the folder that quickstart.sh wrote and its layers")
     mixtape_plugin.register()
     out = Path(sys.argv[1])
     rows = []
-    for layer in LAYERS:
+    for layer in sys.argv[2:]:
         cells, bleu, contexts, vocab_size = row(out, layer)
         rows.append(cells)
     truth = out / "text" / "truth.json"

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from mixtape_plugin.analysis.rank import log_prob_rank, singular_values
 from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, build_output_layer
+from mixtape_plugin.output_layers.monotone_softmax import MonotoneSoftmax
 
 NUM_COMPONENTS = 4
+MAP_SCORES = torch.linspace(-10, 10, 401, dtype=torch.float64)
 # Name in the table -> options of its output layer: each with gates of its own for every token, where it has gates.
 LAYERS = {
     layer_class.label: {"output_layer": name, "frequent_ratio": 1.0} for name, layer_class in OUTPUT_LAYERS.items()
@@ -73,7 +75,8 @@ class FreeContexts(nn.Module):
 
 @dataclass
 class Fit:
-    """What one output layer reached: KL in nats, top-token accuracy in [0, 1], σ descending, KL before each step."""
+    """What one output layer reached: KL in nats, top-token accuracy in [0, 1], σ descending, KL before each step, and
+    its map f at ``MAP_SCORES`` where it has one."""
 
     kl: float
     rank: int
@@ -82,6 +85,7 @@ class Fit:
     seconds: float
     sigma: Tensor
     curve: list
+    map_: Tensor | None = None
 
 
 def fit(true_log_probs: Tensor, layer: dict, embed_dim: int, steps: int, seed: int, lr: float = 0.03, progress=None):
@@ -124,6 +128,7 @@ def fit(true_log_probs: Tensor, layer: dict, embed_dim: int, steps: int, seed: i
 
     with torch.no_grad():
         log_probs = model().double()
+        map_ = model.layer.curve().value(MAP_SCORES) if isinstance(model.layer, MonotoneSoftmax) else None
     return Fit(
         kl=kl_divergence(true_log_probs, log_probs),
         rank=log_prob_rank(log_probs),
@@ -132,4 +137,5 @@ def fit(true_log_probs: Tensor, layer: dict, embed_dim: int, steps: int, seed: i
         seconds=seconds,
         sigma=singular_values(log_probs),
         curve=curve,
+        map_=map_,
     )

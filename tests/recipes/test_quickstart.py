@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from recipes import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -52,8 +53,24 @@ def test_from_nothing_to_a_table_and_again(tmp_path):
     after = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and "table" not in path.name}
     assert before == after
     assert (out / "table.csv").read_bytes() == table
+    more = quickstart("--out", out, "--updates", "20", "--layers", "softmax,mixtape,plif,mos")
+    assert more.returncode == 0, more.stderr
+    names = ["softmax", "mixtape", "plif", "mos", "the truth"]
+    rows_of_more = list(csv.DictReader((out / "table.csv").open()))
+    assert [row["output layer"] for row in rows_of_more] == names
+    assert rows_of_more[:2] == rows[:2], "what was trained before stays"
+    assert all(int(row["rank of log P"]) > 8 + 2 for row in rows_of_more[1:])
     other = quickstart("--out", out, "--updates", "30")
     assert other.returncode == 1 and "other settings" in other.stderr
+
+
+def test_the_readme_shows_the_tables_columns():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    table = [line for line in lines if line.startswith("|")][:5]
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert header == list(load_script("quickstart_report").COLUMNS)
+    assert [row[0] for row in rows] == ["softmax", "mixtape", "the truth"]
+    assert {len(row) for row in rows} == {len(header)}
 
 
 @pytest.mark.slow
@@ -116,6 +133,9 @@ def test_bad_options(tmp_path):
         (["--data", tmp_path / "nowhere"], "is no folder"),
         (["--updates", "0"], "positive whole number"),
         (["--source-lang", "xx"], "goes with --data only"),
+        (["--layers", "softmax,hmm"], "--layers names 'hmm', allowed are softmax, mos,"),
+        (["--layers", ""], "--layers is empty"),
+        (["--layers", "gss,gss"], "names one twice"),
         (["--speed", "9"], "unknown option --speed"),
     ]:
         run = quickstart(*options, *(["--out", tmp_path / "out"] if options[0] != "--speed" else []))

@@ -92,8 +92,10 @@ def test_command_writes_table_curves_and_drawing(tmp_path):
     options = ["--steps", "10", "--contexts", "24", "--tokens", "12", "--embed-dim", "2", "--out", out]
     result = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, encoding="utf-8")
     assert result.returncode == 0, result.stderr
-    assert {path.name for path in out.iterdir()} == {"bottleneck.png", "kl.csv", "layers.csv", "singular_values.csv"}
-    assert (out / "bottleneck.png").read_bytes().startswith(b"\x89PNG")
+    tables = {"kl.csv", "layers.csv", "maps.csv", "singular_values.csv"}
+    assert {path.name for path in out.iterdir()} == tables | {"bottleneck.png", "maps.png"}
+    for drawing in ("bottleneck.png", "maps.png"):
+        assert (out / drawing).read_bytes().startswith(b"\x89PNG")
 
     def read(name):
         with (out / name).open(newline="") as file:
@@ -102,6 +104,14 @@ def test_command_writes_table_curves_and_drawing(tmp_path):
     layers, curve, sigma = read("layers.csv"), read("kl.csv"), read("singular_values.csv")
     assert [row["layer"] for row in layers] == list(LAYERS)
     assert len(curve) == 10 and len(sigma) == 12
+    maps = read("maps.csv")
+    assert list(maps[0]) == ["z", "SigSoftmax", "GSS", "LMS-PLIF"]
+    for row in maps:
+        z = float(row["z"])
+        assert float(row["SigSoftmax"]) == pytest.approx(z - np.log1p(np.exp(-z)), abs=1e-9)
+        assert float(row["GSS"]) == pytest.approx(2.5 * z + 1.5 * (1.5 - np.logaddexp(0, z + 1.5)), abs=1e-9)
+    steps = np.diff([float(row["LMS-PLIF"]) for row in maps])
+    assert (steps > 0).all() and steps.std() > 1e-4, "monotone, and its slopes differ"
     for row in layers:
         assert row["layer"] in result.stdout
         values = [float(line[row["layer"]]) for line in sigma]

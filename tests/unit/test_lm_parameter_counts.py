@@ -84,6 +84,12 @@ def test_equal_parameters(arch, sizes, count):
     assert count_parameters(build(arch, PTB, **sizes)) == count
 
 
+def test_softmax_with_the_sizes_of_mos_on_wikitext2():
+    sizes = {"embed_dim": 300, "hidden_sizes": "1150,1150,300"}
+    lstm = 4 * (1150 * 300 + 1150 * 1150 + 2300) + 4 * (2 * 1150 * 1150 + 2300) + 4 * 300 * (1150 + 300 + 2)
+    assert count_parameters(build("awd_lstm_lm_wikitext2", WIKITEXT2, **sizes)) == 33_278 * 301 + lstm == 29_027_478
+
+
 @pytest.mark.parametrize(
     "arch, sizes, count",
     [
