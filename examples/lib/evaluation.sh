@@ -1,4 +1,4 @@
-# What evaluate.sh of all examples share; they source it, with $root set and, except in the two WMT examples, $usage.
+# What evaluate.sh of all examples share; they source it, with $root set and, where they have options of their own, $usage.
 
 source "$root/examples/lib/recipes.sh"
 
@@ -118,11 +118,6 @@ evaluate_wmt() { # evaluate_wmt DATA TARGET ARGUMENT...: the whole of evaluate.s
 
 # ------------------------------------------------------------------------------------------------- language models
 
-check_trained() { # whether there are $save/checkpoint_best.pt and binarized data in $1
-  [ -f "$save/checkpoint_best.pt" ] || die "$save holds no checkpoint_best.pt"
-  [ -f "$1/dict.txt" ] || die "--data $data holds no binarized data; run prepare.sh first"
-}
-
 perplexity() { # perplexity SPLIT COLUMNS UNIT FLAGS...: fairseq-eval-lm of $save/checkpoint_best.pt, into $save/SPLIT.txt
   local split=$1 columns=$2 unit=$3 log=$save/eval.$1.log count bits
   shift 3
@@ -137,13 +132,34 @@ perplexity() { # perplexity SPLIT COLUMNS UNIT FLAGS...: fairseq-eval-lm of $sav
   cat "$save/$split.txt"
 }
 
-adapt() { # adapt DATASET: the test text by --dynamic and --cache with the papers' settings for DATASET; nothing without any
-  local script
-  [ -n "$dynamic$cache" ] || return 0
+adapt() { # adapt DATASET FLAG...: the test text by --dynamic and --cache with the papers' settings for DATASET
+  local script dataset=$1
+  shift
   for script in ${dynamic:+dynamic_evaluation} ${cache:+cache_pointer}; do
-    python "$root/scripts/$script.py" "$data" --path "$save/checkpoint_best.pt" --dataset "$1" --subset test \
-      "${extra[@]+"${extra[@]}"}" | tee "$save/$script.txt.part"
+    python "$root/scripts/$script.py" "$data" --path "$save/checkpoint_best.pt" --dataset "$dataset" --subset test "$@" |
+      tee "$save/$script.txt.part"
     mv "$save/$script.txt.part" "$save/$script.txt"
   done
-  exit
+}
+
+# evaluate_language_model DATASET UNIT FLAGS ARGUMENT...: the whole of evaluate.sh; FLAGS, of fairseq-eval-lm, are one string.
+# Where $adaptive is set it has --dynamic and --cache.
+evaluate_language_model() {
+  local dataset=$1 unit=$2 flags
+  read -ra flags <<<"$3"
+  usage="usage: evaluate.sh DIR [--data DIR] ${adaptive:+[--dynamic] [--cache] }[flags of fairseq-eval-lm]
+  DIR           the training's folder, with checkpoint_best.pt; valid.txt and test.txt appear in it
+  --data DIR    what prepare.sh wrote (default: data-bin/$dataset)${adaptive:+
+  --dynamic     instead, the test text by dynamic evaluation, scripts/dynamic_evaluation.py, which further flags go to
+  --cache       instead, the test text with a cache pointer, scripts/cache_pointer.py, which further flags go to}"
+  evaluate_options "data-bin/$dataset" "${@:4}"
+  [ ! -d "$data/shard00" ] || data=$data/shard00 # which has valid and test
+  [ -f "$save/checkpoint_best.pt" ] || die "$save holds no checkpoint_best.pt"
+  [ -f "$data/dict.txt" ] || die "--data $data holds no binarized data; run prepare.sh first"
+  if [ -n "$dynamic$cache" ]; then
+    adapt "$dataset" "${extra[@]+"${extra[@]}"}"
+  else
+    perplexity valid 10 "$unit" "${flags[@]}" "${extra[@]+"${extra[@]}"}"
+    perplexity test 1 "$unit" "${flags[@]}" "${extra[@]+"${extra[@]}"}"
+  fi
 }
