@@ -13,7 +13,7 @@ from mixtape_plugin.kernels.curves import Curve
 from mixtape_plugin.kernels.precision import at_least_float32
 from mixtape_plugin.kernels.sigmoid_tree import nodes_bottom_up
 
-# Elements of one tensor that are taken through a sequence of operations together, so that they stay in the caches.
+# Elements of one tensor that a CPU takes through a sequence of operations together, so that they stay in its caches.
 BLOCK = 2**18
 
 
@@ -22,9 +22,10 @@ def score_buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.devi
     return torch.empty(rows, columns, dtype=dtype, device=device)
 
 
-def row_blocks(rows: int, row_length: int):
-    """Slices of so many rows that they hold about :data:`BLOCK` elements."""
-    size = max(BLOCK // max(row_length, 1), 1)
+def row_blocks(tensor: Tensor):
+    """Slices of the rows of a matrix: on a CPU of so many that they hold about :data:`BLOCK` elements, else of all."""
+    rows, columns = tensor.shape
+    size = max(rows if tensor.is_cuda else BLOCK // max(columns, 1), 1)
     return (slice(start, start + size) for start in range(0, rows, size))
 
 
@@ -41,18 +42,21 @@ def softmax_minus_label_(
 ) -> tuple[Tensor, Tensor]:
     """logits [n, V] become scale · (softmax(logits + bias) − target_weight · onehot(target)). Returns nll and
     log Σ exp(logits + bias), [n] each."""
-    scores = logits if logits.dtype == at_least_float32(logits.dtype) else logits.float()
-    if bias is not None:
-        scores += bias
-    target = target.unsqueeze(1)
-    target_score = scores.gather(1, target).squeeze(1)
-    log_sum_exp = log_sum_exp_softmax_(scores)
-    scores.scatter_add_(1, target, scores.new_full(target.shape, -target_weight))
-    if scale != 1:
-        scores *= scale
-    if scores is not logits:
-        logits.copy_(scores)
-    return log_sum_exp - target_score, log_sum_exp
+    wide = at_least_float32(logits.dtype)
+    nll, log_sum_exps = logits.new_empty(2, len(logits), dtype=wide)
+    for rows in row_blocks(logits):
+        scores, answer = logits[rows].to(wide), target[rows].unsqueeze(1)  # in place where it is as wide
+        if bias is not None:
+            scores += bias
+        target_score = scores.gather(1, answer).squeeze(1)
+        log_sum_exp = log_sum_exp_softmax_(scores)
+        nll[rows], log_sum_exps[rows] = log_sum_exp - target_score, log_sum_exp
+        scores.scatter_add_(1, answer, scores.new_full(answer.shape, -target_weight))
+        if scale != 1:
+            scores *= scale
+        if wide != logits.dtype:
+            logits[rows] = scores
+    return nll, log_sum_exps
 
 
 def curve_softmax_minus_label_(
@@ -70,7 +74,7 @@ def curve_softmax_minus_label_(
     wide = at_least_float32(logits.dtype)
     nll, spread = logits.new_zeros(2, len(logits), dtype=wide)
     counted = logits.size(1) if mask is None else logits.size(1) - mask.sum()
-    for rows in row_blocks(*logits.shape):
+    for rows in row_blocks(logits):
         scores, answer = logits[rows].to(wide), target[rows].unsqueeze(1)
         if bias is not None:
             scores += bias
@@ -136,7 +140,7 @@ def mix_(leaves: Tensor, gates: Tensor, noise: float, out: Tensor) -> None:
     """The sigmoid tree over leaves [K, n, S] with gate logits [K−1, n, S], into out [n, S]; γ stays in ``gates``,
     left − right in the slot of each left child."""
     nodes = nodes_bottom_up(len(leaves))
-    for rows in row_blocks(*out.shape):
+    for rows in row_blocks(out):
         for node, left, right in nodes:
             gate = gates[node, rows]
             if noise > 0:
@@ -150,7 +154,7 @@ def mix_(leaves: Tensor, gates: Tensor, noise: float, out: Tensor) -> None:
 def mix_backward_(leaves: Tensor, gates: Tensor, grad: Tensor) -> None:
     """What :func:`mix_` left behind becomes the gradients of leaves and gate logits, given that of its result."""
     nodes = nodes_bottom_up(len(leaves))[::-1]
-    for rows in row_blocks(*grad.shape):
+    for rows in row_blocks(grad):
         for node, left, right in nodes:
             upper = grad[rows] if node == 0 else leaves[right, rows]
             gate, difference = gates[node, rows], leaves[left, rows]
