@@ -157,16 +157,17 @@ def paired_chunks(first, second):
 # ------------------------------------------------------------------------------------------------------ tokens
 
 
-def prepare_tokens(languages, clean):
-    global normalizers, tokenizers, cleaning
+def prepare_tokens(languages, clean, lower_case):
+    global normalizers, tokenizers, cleaning, lowering
     from fast_moses import Normalizer, Tokenizer  # half a second that the other commands need not wait
 
     normalizers, tokenizers = [list(map(kind, languages)) for kind in (Normalizer, Tokenizer)]
-    cleaning = clean
+    cleaning, lowering = clean, lower_case
 
 
 def tokenize(line, side):
     # With the line's end, which a rule for quotes goes by.
+    line = line.lower() if lowering else line
     return tokenizers[side].tokenize(normalizers[side].normalize(line + "\n"), return_str=True)
 
 
@@ -202,11 +203,12 @@ def fate_of(*pair):
     return "kept" if long <= MAX_RATIO * short else "lengths too different"
 
 
-def tokenize_files(source, target, languages, clean, workers):
+def tokenize_files(source, target, languages, clean, lower_case, workers):
     inputs, outputs = ([f"{prefix}.{language}" for language in languages] for prefix in (source, target))
     counts = Counter()
     with whole_files(*outputs) as files:
-        for texts, fates in in_order(tokenize_pairs, paired_chunks(*inputs), workers, prepare_tokens, languages, clean):
+        start = prepare_tokens, languages, clean, lower_case
+        for texts, fates in in_order(tokenize_pairs, paired_chunks(*inputs), workers, *start):
             counts.update(fates)
             for file, text in zip(files, texts):
                 file.write(text)
@@ -337,6 +339,7 @@ def parse_args():
     command.add_argument("output")
     command.add_argument("languages", nargs=2)
     command.add_argument("--clean", action="store_true")
+    command.add_argument("--lower-case", action="store_true")
     command.add_argument("--workers", type=int, default=1)
     command = commands.add_parser("words", help="the words of texts and their counts")
     command.add_argument("texts", nargs="+")
@@ -365,7 +368,7 @@ def main():
         elif args.command == "extract":
             extract(args.output, args.languages, args.sources, args.strict)
         elif args.command == "tokenize":
-            tokenize_files(args.input, args.output, args.languages, args.clean, args.workers)
+            tokenize_files(args.input, args.output, args.languages, args.clean, args.lower_case, args.workers)
         elif args.command == "words":
             count_words(args.texts, args.output, args.workers)
         elif args.command == "sentencepiece":

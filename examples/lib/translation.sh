@@ -74,8 +74,9 @@ expect() { # expect TRAIN VALID TEST: as many lines as the original has, or a wo
 
 # ---------------------------------------------------------------------------------------------------- from raw text
 
-subwords() { # subwords [--clean]: from $text/raw.* to binarized data
-  local split lang model
+subwords() { # subwords [--clean|--lower-case]: from $text/raw.* to binarized data; only train is cleaned
+  local split lang model lower_case=""
+  [ "$*" != --lower-case ] || lower_case=--lower-case
   for split in train valid test; do
     both "tok.$split" && continue
     echo "prepare.sh: $text/tok.$split" >&2
@@ -84,7 +85,7 @@ subwords() { # subwords [--clean]: from $text/raw.* to binarized data
       mv "$text/cleaned.part" "$text/cleaned"
       cat "$text/cleaned" >&2
     else
-      parallel tokenize "$text/raw.$split" "$text/tok.$split" en "$target" --workers "$workers"
+      parallel tokenize "$text/raw.$split" "$text/tok.$split" en "$target" --workers "$workers" $lower_case
     fi
   done
 

@@ -3,22 +3,25 @@
 # A rerun continues where the last one stopped: every file appears under its name only when it is whole.
 set -euo pipefail
 
-usage="usage: prepare.sh [--from DIR] [--target de|fr] [--out DIR] [--merges N] [--bpe subword-nmt|sentencepiece] [--workers N]
+usage="usage: prepare.sh [--from DIR] [--target de|fr] [--out DIR] [--merges N] [--bpe subword-nmt|sentencepiece]
+                  [--case keep|lower] [--workers N]
   --from DIR    take {train,val,test_2016_flickr}.{en,de,fr}, plain or .gz, from DIR instead of downloading them
   --target L    target language, de (default) or fr
   --out DIR     binarized data, the text in DIR/text (default: data-bin/multi30k.en-L)
   --merges N    BPE merges (of sentencepiece: subwords), learned on both languages together (default: 10000)
   --bpe TOOL    subword-nmt (default) or sentencepiece
+  --case C      keep (default), or lower: as most papers on Multi30k have it
   --workers N   processes (default: 2); the data is the same with any number of them"
 root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/examples/lib/translation.sh"
 
-from="" target=de out="" merges=10000 bpe=subword-nmt workers=2
-translation_options target "$@"
+from="" target=de out="" merges=10000 bpe=subword-nmt case=keep workers=2
+translation_options "target case" "$@"
 case $target in de | fr) ;; *) die "--target is '$target', allowed are de and fr" ;; esac
+case $case in keep | lower) ;; *) die "--case is '$case', allowed are keep and lower" ;; esac
 out=${out:-data-bin/multi30k.en-$target}
 url=${MULTI30K_URL:-https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw}
-begin "$out" "from ${from:-$url}, target $target, merges $merges, $bpe"
+begin "$out" "from ${from:-$url}, target $target, merges $merges, $bpe$([ $case = keep ] || echo ", lower case")"
 
 has_lines() { [ "$(lines "$2")" = "$1" ]; } # has_lines NUMBER FILE
 gzip_test() { gzip -t <"$1"; }
@@ -48,4 +51,4 @@ else
     echo "prepare.sh: without $file evaluate.sh cannot print the BLEU that papers print; running prepare.sh again tries again" >&2
 fi
 
-subwords
+if [ "$case" = lower ]; then subwords --lower-case; else subwords; fi

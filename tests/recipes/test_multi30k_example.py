@@ -85,6 +85,19 @@ def test_prepare(prepared, corpus):
     assert len(lines(prepared / "text" / "codes")) == 61  # the version of the format, then the merges
 
 
+@pytest.mark.slow
+def test_prepare_in_lower_case(corpus, tmp_path):
+    out = tmp_path / "en-de"
+    options = ["--from", corpus, "--out", out, "--merges", 60]
+    done = run("prepare.sh", *options, "--case", "lower")
+    assert done.returncode == 0, done.stderr
+    raw = lines(out / "text" / "raw.test.de")
+    assert "Hund" in " ".join(raw), "the references keep theirs"
+    assert lines(out / "text" / "tok.test.de") == tokenized("\n".join(raw).lower()).splitlines()
+    assert "prepared with other settings" in mistake("prepare.sh", *options)
+    assert "--case is 'title', allowed are keep and lower" in mistake("prepare.sh", *options, "--case", "title")
+
+
 def test_prepare_again_changes_nothing(prepared, corpus):
     before, times = files(prepared), {path: path.stat().st_mtime_ns for path in prepared.rglob("*") if path.is_file()}
     done = run("prepare.sh", "--from", corpus, "--out", prepared, "--merges", 60)
