@@ -103,8 +103,7 @@ class Variant(NamedTuple):
     impl: str = "eager"  # of OUTPUT_IMPLS, or, of softmax, of PEERS
 
 
-BASELINE = Variant("softmax", "plain")  # of output layers: the code that everyone writes
-EAGER_SOFTMAX = Variant("softmax", "eager")  # of whole networks, which have an output layer of this plugin
+BASELINE = Variant("softmax", "plain")  # the code that everyone writes
 
 
 def plain_loss(features, weight, bias, target, label_smoothing):

@@ -14,7 +14,7 @@ from mixtape_plugin.benchmarks import network_benchmark as library
 from mixtape_plugin.benchmarks.measuring import Budget, Setting
 from mixtape_plugin.benchmarks.network_benchmark import TrainingStep, benchmark
 from mixtape_plugin.benchmarks.network_workloads import SHAPES, network_args
-from mixtape_plugin.benchmarks.workloads import EAGER_SOFTMAX, Variant, paper_ratio, variants
+from mixtape_plugin.benchmarks.workloads import BASELINE, Variant, paper_ratio, variants
 from mixtape_plugin.errors import UserError
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark_networks.py"
@@ -89,8 +89,7 @@ def test_figures_of_the_papers():
     assert library.mos_paper_ratio("mixtape", "ptb", False) is library.mos_paper_ratio("mos-9", "en-de", True) is None
 
 
-@pytest.mark.parametrize("impl", ["eager", "fused"])
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer, impl", variants(LAYERS, ["eager", "fused"]))
 def test_step_is_that_of_sgd_on_the_penalised_loss(layer, impl):
     torch.manual_seed(1)
     step = TrainingStep(Variant(layer, impl), TINY, Setting())
@@ -108,7 +107,10 @@ def test_step_is_that_of_sgd_on_the_penalised_loss(layer, impl):
     assert inputs.shape == target.shape == (3, 6)
     assert not set(target.flatten().tolist()) & set(step.model.decoder.output_projection.masked_tokens)
     features, extra = expected(inputs, features_only=True)
-    log_probs = expected.decoder.output_projection(features).log_softmax(-1)
+    output = expected.decoder.output_projection
+    plain = impl == "plain"  # which knows no mask
+    scores = torch.nn.functional.linear(features, output.weight, output.bias) if plain else output(features)
+    log_probs = scores.log_softmax(-1)
     loss = torch.nn.functional.nll_loss(log_probs.flatten(0, 1), target.flatten()) + 2 * (features**2).mean()
     loss = loss + (extra["last_hidden"][:, 1:] - extra["last_hidden"][:, :-1]).pow(2).mean()
     loss.backward()
@@ -184,6 +186,16 @@ def test_implementations_of_a_layer_share_its_network(monkeypatch):
     assert called == ["eager_loss", "fused_loss"] * 2
 
 
+def test_the_plain_softmax_shares_its_network_and_leaves_no_trace():
+    plain = TrainingStep(BASELINE, TINY, Setting())
+    eager = TrainingStep(Variant("softmax"), TINY, Setting(), like=plain)
+    layer = plain.model.decoder.output_projection
+    plain()
+    assert "loss" in vars(layer) and layer.config.output_impl == "eager"
+    eager()
+    assert "loss" not in vars(layer)
+
+
 def test_translators_share_all_but_their_output_layers():
     softmax = TrainingStep(Variant("softmax"), TRANSLATION, Setting())
     mixtape = TrainingStep(Variant("mixtape", "fused"), TRANSLATION, Setting(), like=softmax)
@@ -222,14 +234,14 @@ class FakeStep(TrainingStep):
 def test_networks_take_turns(monkeypatch):
     mixtape_variant = Variant("mixtape", "fused")
     # the first is the warm-up's
-    FakeStep.seconds = {EAGER_SOFTMAX: [9, 1, 2, 6], mixtape_variant: [9, 7, 3, 5]}
-    FakeStep.output_seconds = {EAGER_SOFTMAX: [9, 1, 1, 1], mixtape_variant: [0, 2, 4, 1]}
+    FakeStep.seconds = {BASELINE: [9, 1, 2, 6], mixtape_variant: [9, 7, 3, 5]}
+    FakeStep.output_seconds = {BASELINE: [9, 1, 1, 1], mixtape_variant: [0, 2, 4, 1]}
     FakeStep.order = []
     monkeypatch.setattr(library, "TrainingStep", FakeStep)
     monkeypatch.setattr(library, "in_fresh_process", lambda *args: 5_000_000)
     done = []
-    softmax, mixtape = benchmark(TINY, [EAGER_SOFTMAX, mixtape_variant], Setting(), rounds=3, tick=done.append)
-    turns = [EAGER_SOFTMAX, (EAGER_SOFTMAX, "output"), mixtape_variant, (mixtape_variant, "output")]
+    softmax, mixtape = benchmark(TINY, [BASELINE, mixtape_variant], Setting(), rounds=3, tick=done.append)
+    turns = [BASELINE, (BASELINE, "output"), mixtape_variant, (mixtape_variant, "output")]
     assert FakeStep.order == turns * 4
     assert sum(done) == 2 * (2 * 3 + 3)
     assert (softmax["ms_median"], softmax["ms_min"], softmax["ms_max"]) == (2000, 1000, 6000)
@@ -250,11 +262,11 @@ def test_at_one_memory_budget_each_network_has_its_largest_batch(monkeypatch):
     def run(function, variant, shape, *args):
         return 50_000 + a_column[variant.layer] * shape.batch_size
 
-    FakeStep.seconds = {EAGER_SOFTMAX: [9, 6], Variant("mos-3"): [9, 8]}
-    FakeStep.output_seconds = {EAGER_SOFTMAX: [9, 3], Variant("mos-3"): [9, 6]}
+    FakeStep.seconds = {BASELINE: [9, 6], Variant("mos-3"): [9, 8]}
+    FakeStep.output_seconds = {BASELINE: [9, 3], Variant("mos-3"): [9, 6]}
     monkeypatch.setattr(library, "TrainingStep", FakeStep)
     monkeypatch.setattr(library, "in_fresh_process", run)
-    layers = [EAGER_SOFTMAX, Variant("mos-3"), Variant("mixtape")]
+    layers = [BASELINE, Variant("mos-3"), Variant("mixtape")]
     rows = benchmark(TINY._replace(shape="ptb"), layers, Setting(), 1, budget=Budget(80_000, largest=8))
     softmax, mos, mixtape = rows
     assert (softmax["batch_size"], softmax["fits_more"]) == (24, True)  # 8 times 3
@@ -277,7 +289,7 @@ def test_what_is_too_large_is_skipped_and_not_run(monkeypatch):
     shape = TINY._replace(vocab_size=20_000)  # so that scores weigh more than all else
     limit = library.estimate_memory(Variant("mos-3"), shape) - 1
     done = []
-    layers = [EAGER_SOFTMAX, Variant("moc-2"), Variant("mos-3")]
+    layers = [BASELINE, Variant("moc-2"), Variant("mos-3")]
     softmax, moc, mos = benchmark(shape, layers, Setting(), 2, memory_limit=limit, tick=done.append)
     assert softmax["skipped"] is None and softmax["ms_median"] > 0
     assert moc["skipped"].startswith("did not fit in") and moc["ms_median"] is moc["time_ratio"] is None
@@ -286,7 +298,7 @@ def test_what_is_too_large_is_skipped_and_not_run(monkeypatch):
     table = script.markdown([softmax, moc, mos], {"machine": "this"})
     assert "did not fit in" in table and "does not fit in" in table
 
-    rows = benchmark(shape, [EAGER_SOFTMAX, Variant("mos-3")], Setting(), 2, memory_limit=0)
+    rows = benchmark(shape, [BASELINE, Variant("mos-3")], Setting(), 2, memory_limit=0)
     assert [row["time_ratio"] for row in rows] == [None, None]
 
 
@@ -318,16 +330,18 @@ def test_run_from_the_command_line(tmp_path):
         rows = list(csv.DictReader(file))
     facts = ["machine", "cores", "threads", "load_before", "dtype", "noise", "rounds"]
     assert list(rows[0]) == [*library.COLUMNS, *facts, "python", "torch", "plugin", "commit", "date", "sizes"]
-    expected = variants(layers, ["eager", "fused"], EAGER_SOFTMAX)
+    expected = variants(layers, ["eager", "fused"])
     assert [(row["layer"], row["impl"]) for row in rows] == 2 * expected
-    assert [row["hidden_sizes"] for row in rows[::2]] == 2 * ["16,8", "16,12", "16,12"]
+    assert {(row["layer"], row["hidden_sizes"]) for row in rows} == {
+        *[("softmax", "16,8"), ("mos-3", "16,12"), ("mixtape", "16,12")]
+    }
     shape = script.parse_shape(text)._replace(batch_size=4, segment_length=32)
     at_one_batch, at_one_budget = rows[: len(expected)], rows[len(expected) :]
     for row, variant in zip(at_one_batch, expected):
         median = float(row["ms_median"])
         assert float(row["time_ratio"]) == pytest.approx(median / float(rows[0]["ms_median"]))
         # eager: log-probabilities and their gradient at least, K times over for MoS
-        least = 2 * scores * (3 if row["layer"] == "mos-3" else 1) if row["impl"] == "eager" else 0
+        least = 2 * scores * (3 if row["layer"] == "mos-3" else 1) if row["impl"] != "fused" else 0
         assert least <= float(row["peak_memory_mb"]) <= library.estimate_memory(variant, shape) / 1e6
         assert (row["batch_size"], row["memory_budget_gb"]) == ("4", "")
     for row in at_one_budget:
@@ -409,7 +423,7 @@ def test_defaults_and_softmax_first():
 def test_run_on_a_gpu():
     for tiny in (TINY, TRANSLATION):
         shape = tiny._replace(vocab_size=20000, batch_size=16, segment_length=32)
-        for row in benchmark(shape, variants(LAYERS, ["eager", "fused"], EAGER_SOFTMAX), Setting("cuda"), rounds=2):
+        for row in benchmark(shape, variants(LAYERS, ["eager", "fused"]), Setting("cuda"), rounds=2):
             assert row["skipped"] is None and row["ms_median"] > 0
             if row["impl"] == "eager":
                 assert row["peak_memory_mb"] >= 512 * 20000 * 4 / 1e6  # log-probabilities in float32
