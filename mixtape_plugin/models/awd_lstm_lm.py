@@ -5,6 +5,7 @@ Shapes: B columns of the text, T time steps, E embedding, D the last layer's uni
 
 import hashlib
 import logging
+from argparse import SUPPRESS, Namespace
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +29,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class AWDLSTMConfig(OutputLayerConfig):
-    """The options of ``awd_lstm_lm``; the defaults are Mixtape on the network of AWD-LSTM on Penn Treebank."""
+    """The options of ``awd_lstm_lm``; the defaults are Mixtape on the network of AWD-LSTM on Penn Treebank.
+
+    Two defaults of fairseq-train are others than here: ``LANGUAGE_MODEL_GATES``.
+    """
 
     embed_dim: int = field(default=400, metadata={"help": "E, width of the input embedding"})
     hidden_sizes: str = field(default="1150,1150,400", metadata={"help": "units of each LSTM layer, first to last"})
@@ -197,6 +201,13 @@ class AWDLSTMLanguageModel(FairseqLanguageModel):
     @staticmethod
     def add_args(parser):
         add_options(parser, AWDLSTMConfig)
+        parser.add_argument(
+            "--no-gate-weight-norm",
+            dest="gate_weight_norm",
+            action="store_false",
+            default=SUPPRESS,
+            help="mixtape: no weight normalisation, where the architecture has it",
+        )
 
     @classmethod
     def build_model(cls, args, task):
@@ -221,6 +232,9 @@ def register_architecture(name, defaults):
     """Registers an architecture whose options default to a paper's values."""
 
     def set_defaults(args):
+        if name == "awd_lstm_lm" and not isinstance(args, Namespace):
+            # Of fairseq-hydra-train, whose checkpoints hold what was given alone: older ones have OutputLayerConfig's.
+            return
         for option, value in defaults.items():
             setattr(args, option, getattr(args, option, value))
 
@@ -236,7 +250,8 @@ AWD_WIKITEXT2 = dict(AWD_PTB, input_dropout=0.65, hidden_dropout=0.2)
 MONOTONE_PTB = dict(AWD_PTB, hidden_dropout=0.3)  # Parthiban et al. 2021; on WikiText-2 they have Merity's
 MOS = dict(output_layer="mos", num_components=15, context_dropout=0.29, locked_context_dropout=True)
 MOC = dict(output_layer="moc")
-MIXTAPE = dict(output_layer="mixtape", num_components=4, gate_dim=64, frequent_ratio=0.1, gate_weight_norm=True)
+LANGUAGE_MODEL_GATES = dict(frequent_ratio=0.1, gate_weight_norm=True)  # of Mixtape; for translation .5, and without
+MIXTAPE = dict(LANGUAGE_MODEL_GATES, output_layer="mixtape", num_components=4, gate_dim=64)
 GATE_DROPOUT = dict(gate_dropout=0.2)
 MOS_PTB = dict(MOS, embed_dim=280, hidden_sizes="960,960,620", input_dropout=0.4, hidden_dropout=0.225)
 MOS_WIKITEXT2 = dict(MOS, embed_dim=300, hidden_sizes="1150,1150,650", input_dropout=0.55, hidden_dropout=0.2)
@@ -246,7 +261,7 @@ TEXT8 = dict(NO_DROPOUT, output_layer="softmax", embed_dim=1024, hidden_sizes="1
 MOS_TEXT8 = dict(TEXT8, output_layer="mos")
 
 ARCHITECTURES = {
-    "": {},
+    "": LANGUAGE_MODEL_GATES,
     "_ptb": AWD_PTB,
     "_ptb_mos": MOS_PTB,
     "_ptb_moc": {**MOS_PTB, **MOC},
