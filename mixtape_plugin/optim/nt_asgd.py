@@ -49,7 +49,7 @@ class NTASGD(FairseqOptimizer):
 
     Needs ``--task bptt_language_modeling``, which says when an epoch begins and when a validation ends, and swaps the
     weights. fairseq-train ends its loop over epochs where :attr:`finished` is true
-    (:func:`~mixtape_plugin.fairseq_compat.end_training_that_is_finished`).
+    (:func:`~mixtape_plugin.fairseq_compat.training_loop.end_training_that_is_finished`).
 
     Raises:
         UserError: ``--nonmono`` below 1, ``--averaging-epoch``, ``--weight-decay`` or ``--lr`` below 0 or not finite.

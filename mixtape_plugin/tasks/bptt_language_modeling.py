@@ -294,7 +294,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
     # ------------------------------------------------------------------------------------------- checkpoints
 
     def begin_save(self, model, optimizer):
-        """What every process does before the first one saves (fairseq_compat.prepare_every_process_for_a_checkpoint).
+        """What every process does before the first one saves (``fairseq_compat.training_loop``).
 
         Puts the average of ``nt_asgd`` into the model, validated or not, and collects the hidden states of all.
         """
