@@ -6,6 +6,8 @@ Shapes: n tokens of a chunk, K components, V vocabulary, S frequent tokens.
 
 from __future__ import annotations
 
+from typing import Iterator
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ def score_buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.devi
     return torch.empty(rows, columns, dtype=dtype, device=device)
 
 
-def row_blocks(rows: int, row_length: int):
+def row_blocks(rows: int, row_length: int) -> Iterator[slice]:
     """Slices of so many rows that they hold about :data:`BLOCK` elements."""
     size = max(BLOCK // max(row_length, 1), 1)
     return (slice(start, start + size) for start in range(0, rows, size))
