@@ -11,6 +11,7 @@ import struct
 
 import numpy as np
 import torch
+from fairseq.data import Dictionary
 from fairseq.data.indexed_dataset import IndexedDataset, MMapIndexedDataset, _code_to_dtype
 
 from mixtape_plugin.errors import UserError
@@ -18,7 +19,7 @@ from mixtape_plugin.errors import UserError
 PREPROCESS_AGAIN = "run fairseq-preprocess again"
 
 
-def check_dataset(path: str, impl: str, dictionary=None) -> None:
+def check_dataset(path: str, impl: str, dictionary: Dictionary | None = None) -> None:
     """Raises UserError for binarized data, `path`.idx and `path`.bin, that cannot be read or hold ids of no symbol.
 
     Only `mmap` data are checked beyond their first bytes, which is what fairseq-preprocess writes unless told

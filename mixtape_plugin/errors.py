@@ -21,7 +21,7 @@ class UserError(ValueError):
     """
 
 
-def check_values(options, allowed: dict) -> None:
+def check_values(options: object, allowed: dict) -> None:
     """Raises UserError for the first option whose value is not allowed; nan and inf never are.
 
     Args:
@@ -36,14 +36,14 @@ def check_values(options, allowed: dict) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value} is not allowed: {what}")
 
 
-def is_finite(value) -> bool:
+def is_finite(value: object) -> bool:
     """Whether an option's value holds neither nan nor inf; what is no number does not."""
     if isinstance(value, (list, tuple)):
         return all(map(is_finite, value))
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def sentence_for_user(error) -> str | None:
+def sentence_for_user(error: BaseException | None) -> str | None:
     """The message of the UserError that caused `error`, or of fairseq's own about a missing file, else None."""
     if type(error).__name__ == "ProcessRaisedException":  # holds the traceback of a spawned process, as text
         found = re.search(r"^mixtape_plugin\.errors\.UserError: (.+)", str(error), re.MULTILINE)

@@ -17,6 +17,8 @@ Prints Markdown; writes CSV files and a picture into --out, and rank.json, predi
 each DIR, whose figures scripts/collect_results.py shows as columns.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import math
@@ -24,6 +26,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Sequence
 
 import start
 import torch
@@ -32,7 +35,7 @@ from mixtape_plugin.analysis import pictures, predictions, rank, word_similarity
 from mixtape_plugin.analysis.divergence import PairwiseDivergence
 from mixtape_plugin.analysis.files import write_csv, write_whole
 from mixtape_plugin.analysis.results import table
-from mixtape_plugin.analysis.trained_model import find_checkpoint, load
+from mixtape_plugin.analysis.trained_model import Text, find_checkpoint, load
 from mixtape_plugin.benchmarks.measuring import available_memory
 from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.evaluation.command_line import device, progress_bar
@@ -45,7 +48,7 @@ RESERVE = 2**29  # bytes for the model and what it works with
 # ------------------------------------------------------------------------------------------------------ rank
 
 
-def estimate(contexts, tokens, where):
+def estimate(contexts: int, tokens: int, where: str) -> None:
     """Says what the rank will take; raises UserError where it does not fit into memory."""
     need, free = rank.gram_bytes(contexts, tokens, where), available_memory(where) - RESERVE
     if need > free:
@@ -69,12 +72,12 @@ def estimate(contexts, tokens, where):
     )
 
 
-def fitting(contexts):
+def fitting(contexts: int) -> list[int]:
     """1, 2 and 5 times powers of ten below a number, descending."""
     return sorted((m * 10**e for m in (1, 2, 5) for e in range(2, 10) if m * 10**e < contexts), reverse=True)
 
 
-def analyze_rank(args, folder, name):
+def analyze_rank(args: argparse.Namespace, folder: Path, name: str) -> tuple[dict, list[float]]:
     """The row of a table and the singular values of a folder's model."""
     start, where = time.perf_counter(), device(args)
     trained = load(folder, args.data, args.checkpoint, where)
@@ -112,7 +115,7 @@ def analyze_rank(args, folder, name):
     return {"training": name, **details, **columns}, sigma.tolist()
 
 
-def run_rank(args):
+def run_rank(args: argparse.Namespace) -> None:
     rows, sigma = [], {}
     for folder, name in args.names.items():
         row, sigma[name] = analyze_rank(args, folder, name)
@@ -133,7 +136,7 @@ def run_rank(args):
 # ----------------------------------------------------------------------------------------------- predictions
 
 
-def run_predictions(args):
+def run_predictions(args: argparse.Namespace) -> None:
     found, text = {}, None
     for folder, name in args.names.items():
         trained = load(folder, args.data, args.checkpoint, device(args))
@@ -179,7 +182,7 @@ def run_predictions(args):
         write_json(folder / "predictions.json", {**details, "perplexity": row["perplexity"], "columns": columns})
 
 
-def chosen(args, text):
+def chosen(args: argparse.Namespace, text: Text) -> dict:
     """Title -> positions, of those that need no model."""
     groups = predictions.paper_positions(text) if args.paper else {}
     groups["chosen"] = [predictions.index_of(text, position, "--at") for position in args.at]
@@ -187,7 +190,7 @@ def chosen(args, text):
     return groups
 
 
-def find_name(args, given):
+def find_name(args: argparse.Namespace, given: str) -> str:
     names = [name for folder, name in args.names.items() if given in (name, str(folder), folder.name)]
     if len(names) != 1:
         raise UserError(f"--search {given} is none of the folders: {', '.join(args.names.values())}")
@@ -197,7 +200,7 @@ def find_name(args, given):
 # ------------------------------------------------------------------------------------------------ similarity
 
 
-def run_similarity(args):
+def run_similarity(args: argparse.Namespace) -> None:
     sets, found = word_similarity.read_folder(args.pairs), {}
     for folder, name in args.names.items():
         trained = load(folder, args.data, args.checkpoint)
@@ -227,14 +230,14 @@ def run_similarity(args):
 # ---------------------------------------------------------------------------------------------- command line
 
 
-def text_of(value):
+def text_of(value: object) -> str:
     """A value in a Markdown table."""
     if isinstance(value, float):
         return f"{value:,.3f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def write_json(path, value):
+def write_json(path: Path, value: object) -> None:
     """Raises UserError where the folder cannot be written to."""
     try:
         write_whole(path, lambda part: part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8"))
@@ -242,7 +245,7 @@ def write_json(path, value):
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def parse_args(argv):
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="rank|predictions|similarity")
     runs = {"rank": run_rank, "predictions": run_predictions, "similarity": run_similarity}
@@ -279,7 +282,7 @@ def parse_args(argv):
     return args
 
 
-def check(args):
+def check(args: argparse.Namespace) -> None:
     """Raises UserError for the first mistake; names the folders, by their paths where two have one name."""
     for name, least in {"contexts": 2, "batch_size": 1, "top": 1, "random": 0, "search_count": 1}.items():
         value = getattr(args, name, None)
@@ -299,7 +302,7 @@ def check(args):
     make_folder(args.out)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     args.run(args)
 

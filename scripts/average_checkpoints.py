@@ -8,9 +8,12 @@ Sums in float64, and keeps the type of each parameter. Everything else (options,
 the optimizer's state is left out, so that the result is one to evaluate or to start from, not to resume.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import re
+from typing import Sequence
 
 import start
 import torch
@@ -24,7 +27,7 @@ from mixtape_plugin.errors import UserError
 PATTERNS = {"epochs": re.compile(r"checkpoint(\d+)\.pt"), "updates": re.compile(r"checkpoint_\d+_(\d+)\.pt")}
 
 
-def last_checkpoints(folder, count, by="epochs"):
+def last_checkpoints(folder: str, count: int, by: str = "epochs") -> list[str]:
     """The `count` latest checkpoints of a folder, oldest first: by epochs, or those saved every so many updates.
 
     Raises:
@@ -40,7 +43,7 @@ def last_checkpoints(folder, count, by="epochs"):
     return [os.path.join(folder, name) for _, name in found[-count:]]
 
 
-def load(path):
+def load(path: str) -> dict:
     """A checkpoint on the CPU, read by fairseq with the plugin's allow-list.
 
     Raises:
@@ -52,7 +55,7 @@ def load(path):
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def average(paths):
+def average(paths: Sequence[str]) -> dict:
     """The last checkpoint, its parameters replaced by their mean over all of them.
 
     Floating-point tensors are summed in float64 and keep their type; others (marks of a version) must be equal. What is
@@ -94,12 +97,12 @@ def average(paths):
     return state
 
 
-def save(state, path):
+def save(state: dict, path: str) -> None:
     with open(path, "wb") as file:  # given a path, torch would tell of a full disk without an OSError
         torch.save(state, file)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--inputs", nargs="+", metavar="FILE", help="the checkpoints")

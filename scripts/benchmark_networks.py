@@ -23,7 +23,10 @@ measured steps give an estimate, which is measured and corrected to within 2% (o
 fits.
 """
 
+from __future__ import annotations
+
 import argparse
+from typing import Sequence
 
 import start
 from tqdm import tqdm
@@ -66,7 +69,7 @@ def parse_shape(text: str) -> TextShape:
     return shape
 
 
-def parse(argv):
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--shapes",
@@ -112,7 +115,7 @@ def parse(argv):
     return args
 
 
-def cells(row) -> list:
+def cells(row: dict) -> list:
     cells = [row["shape"], row["layer"], row["impl"], "{embed_dim} / {hidden_sizes}".format(**row)]
     cells += [number(row["parameters"], ","), number(row["memory_budget_gb"], "g")]
     cells += [f"{at_least(row, 'batch_size')}×{row['segment_length']}", milliseconds(row)]
@@ -124,7 +127,7 @@ def cells(row) -> list:
     return [*cells, number(row["peak_memory_mb"], ",.0f")]
 
 
-def markdown(rows, facts) -> str:
+def markdown(rows: Sequence[dict], facts: dict) -> str:
     """The rows as a table."""
     names = ["shape", "layer", "impl", "E / hidden", "parameters", "budget, GB", "B×T", "ms a step, median (min–max)"]
     names += ["tokens/s", "ratio", "paper", "MoS paper", "output layer, ms", "ratio", "paper", "its share", "paper"]
@@ -132,7 +135,7 @@ def markdown(rows, facts) -> str:
     return markdown_table(facts, names, 4, map(cells, rows))
 
 
-def draw(path: str, rows, facts) -> None:
+def draw(path: str, rows: Sequence[dict], facts: dict) -> None:
     """A bar for each network that ran, its output layer's part apart, with the ratio to softmax; a drawing for each
     shape at one batch size, and one at the memory budget."""
     import matplotlib  # here, because the processes that memory is measured in import this file
@@ -167,7 +170,7 @@ def draw(path: str, rows, facts) -> None:
     plt.close(figure)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     # label smoothing is a column: it differs between shapes
     facts = {**provenance(args, dtype="float32", noise=True), "sizes": args.sizes}

@@ -22,8 +22,11 @@ losses hold so little that most of them end at --largest-batch. An eager loss of
 chunks, here as in a training.
 """
 
+from __future__ import annotations
+
 import argparse
 from itertools import cycle
+from typing import Sequence
 
 import start
 from tqdm import tqdm
@@ -77,7 +80,7 @@ def parse_shape(text: str) -> Shape:
     return shape
 
 
-def parse(argv):
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--shapes",
@@ -150,7 +153,7 @@ def parse(argv):
     return args
 
 
-def cells(row) -> list:
+def cells(row: dict) -> list:
     shape = row["shape"] if not row["sweep"] else "{sweep}={sweep_value}".format(**row)
     cells = [shape, row["layer"], row["impl"], number(row["memory_budget_gb"], "g"), at_least(row, "tokens")]
     cells += [milliseconds(row), number(row["us_per_token"], ",.1f")]
@@ -161,7 +164,7 @@ def cells(row) -> list:
     return [*cells, number(row["parameters"], ",")]
 
 
-def markdown(rows, facts) -> str:
+def markdown(rows: Sequence[dict], facts: dict) -> str:
     """The rows as a table."""
     names = ["shape", "layer", "impl", "budget, GB", "N", "ms, median (min–max)", "µs a token", "time ratio"]
     names += ["FLOP ratio", "paper", "matmul"]
@@ -169,7 +172,7 @@ def markdown(rows, facts) -> str:
     return markdown_table(facts, names, 3, map(cells, rows))
 
 
-def draw(path: str, rows, facts) -> None:
+def draw(path: str, rows: Sequence[dict], facts: dict) -> None:
     """Time of a token and memory against V and against K: a colour a layer, a line style an implementation."""
     import matplotlib  # here, because the processes that memory is measured in import this file
 
@@ -214,7 +217,7 @@ def draw(path: str, rows, facts) -> None:
     plt.close(figure)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     facts = provenance(args, dtype=args.dtype, noise=args.noise, label_smoothing=args.label_smoothing)
     setting = Setting(args.device, args.dtype, args.threads, args.noise, args.label_smoothing)

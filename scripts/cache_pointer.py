@@ -12,7 +12,11 @@ Prints the static perplexity and that with the cache.
 them to search.csv and search.png in --out, and scores the test text with the best.
 """
 
+from __future__ import annotations
+
+from argparse import Namespace
 from itertools import product
+from typing import Sequence
 
 import start
 
@@ -20,6 +24,7 @@ from mixtape_plugin.errors import check_values
 from mixtape_plugin.evaluation import grid_search
 from mixtape_plugin.evaluation.cache_pointer import (
     PAPER_SETTINGS,
+    Predictions,
     cache_log_probs,
     cache_pointer,
     mix,
@@ -38,7 +43,7 @@ THETAS = [0.1, 0.3, 0.66, 1.0, 1.5]
 WINDOWS = {"ptb": [100, 500, 2000], "wikitext2": [500, 2000, 3785]}
 
 
-def parse_args(argv):
+def parse_args(argv: Sequence[str] | None) -> Namespace:
     parser = evaluation_parser(
         __doc__, PAPER_SETTINGS, 70, "tokens read at once; changes no result", "all three", "cache_pointer_run"
     )
@@ -60,7 +65,7 @@ def parse_args(argv):
     return args
 
 
-def check(args):
+def check(args: Namespace) -> None:
     """Raises UserError for the first option whose value is not allowed."""
     allowed = {
         "weight": (0 <= args.weight < 1, "from 0 to less than 1"),
@@ -74,7 +79,7 @@ def check(args):
     check_values(args, allowed)
 
 
-def search(args, predictions):
+def search(args: Namespace, predictions: Predictions) -> list[dict]:
     """A row for each λ, θ and window; the cache is worked out once for all λ."""
     rows = []
     grid = list(product(args.windows, args.thetas))
@@ -95,7 +100,7 @@ def search(args, predictions):
     return rows
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     model, task = load_language_model(args.path, args.data)
     if args.search:

@@ -29,11 +29,14 @@ block <!-- collect_results.py ARGUMENTS --> … <!-- end --> gets what these arg
     commit       of this repository when training began, "+" where files had been changed
 """
 
+from __future__ import annotations
+
 import argparse
 import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Sequence
 
 import start
 
@@ -49,6 +52,7 @@ from mixtape_plugin.analysis.results import (
     read_rows,
 )
 from mixtape_plugin.analysis.statistics import (
+    Correlation,
     compare,
     correlate,
     find_baseline,
@@ -61,12 +65,12 @@ from mixtape_plugin.errors import UserError
 PICTURES = (".png", ".pdf", ".svg")
 
 
-def label(row):
+def label(row: dict) -> str:
     seed = f", seed {row['seed']}" if row["seed"] else ""
     return f"{row['layer']}{seed}" if row["layer"] else row["training"]
 
 
-def draw(path, rows, curves):
+def draw(path: str | Path, rows: Sequence[dict], curves: Sequence[dict]) -> None:
     """Validation perplexity against updates, a line for each training."""
     import matplotlib  # here, because only --plot needs it
 
@@ -91,7 +95,7 @@ def draw(path, rows, curves):
     plt.close(figure)
 
 
-def draw_correlation(path, found, x, y):
+def draw_correlation(path: str | Path, found: Correlation, x: str, y: str) -> None:
     """One column over another, a colour for each layer."""
     import matplotlib
 
@@ -109,7 +113,7 @@ def draw_correlation(path, found, x, y):
     plt.close(figure)
 
 
-def parse(argv=None):
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", metavar="DIR", help="folders that train.sh wrote, or CSV files of --csv")
     parser.add_argument("--columns", metavar="A,B,…", help="only these columns, in this order")
@@ -129,7 +133,7 @@ def parse(argv=None):
     return parser.parse_args(argv)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     if args.page:
         write_page(args.page)
@@ -137,7 +141,7 @@ def main(argv=None):
         print(report(args), end="")
 
 
-def write_page(path):
+def write_page(path: str | Path) -> None:
     """Fills each block of a Markdown page with what its arguments print; it appears whole or stays as it was."""
     text = read(path)
     if text is None:
@@ -152,7 +156,7 @@ def write_page(path):
     write_whole(path, lambda part: part.write_text(filled, encoding="utf-8"))
 
 
-def check(args):
+def check(args: argparse.Namespace) -> None:
     """Raises UserError for the first option that is not allowed."""
     for option, path in (("--plot", args.plot), ("--scatter", args.scatter)):
         if path and path.suffix.lower() not in PICTURES:
@@ -165,7 +169,7 @@ def check(args):
         raise UserError("no training is given: name folders that train.sh wrote, or CSV files of --csv")
 
 
-def all_rows(args):
+def all_rows(args: argparse.Namespace) -> list[dict]:
     """A row for each training that is asked for; what is damaged in a folder is said."""
     rows = []
     for folder in args.folders:
@@ -182,7 +186,7 @@ def all_rows(args):
     return rows
 
 
-def report(args):
+def report(args: argparse.Namespace) -> str:
     """What is printed: the tables that are asked for. Files that are asked for are written."""
     check(args)
     rows = all_rows(args)
@@ -220,18 +224,18 @@ def report(args):
     return text
 
 
-def save_csv(path, rows):
+def save_csv(path: str | Path, rows: Sequence[dict]) -> None:
     columns = csv_columns(rows)
     values = ({column: csv_row(row).get(column, NOT_RUN) for column in columns} for row in rows)
     write_csv(path, columns, values)
 
 
-def save_groups(path, lines):
+def save_groups(path: str | Path, lines: Sequence[dict]) -> None:
     columns = list(dict.fromkeys(name for line in lines for name in line))
     write_csv(path, columns, ({name: line.get(name) for name in columns} for line in lines))  # None is an empty cell
 
 
-def save_plot(path, rows):
+def save_plot(path: str | Path, rows: Sequence[dict]) -> None:
     curves = [row["curve"] for row in rows]
     if not any(curves):
         raise UserError(f"--plot {path} has nothing to show: none of the logs has a validation")

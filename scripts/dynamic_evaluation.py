@@ -12,10 +12,15 @@ Prints the static perplexity and the dynamic one. The checkpoint is only read.
 to search.csv and search.png in --out, and scores the test text with the best.
 """
 
+from __future__ import annotations
+
 import sys
+from argparse import Namespace
 from itertools import product
+from typing import Sequence
 
 import start
+from fairseq.tasks import FairseqTask
 
 from mixtape_plugin.errors import check_values
 from mixtape_plugin.evaluation import grid_search
@@ -27,16 +32,18 @@ from mixtape_plugin.evaluation.command_line import (
 )
 from mixtape_plugin.evaluation.dynamic_evaluation import (
     PAPER_SETTINGS,
+    GradientStatistics,
     dynamic_evaluation,
     gradient_statistics,
     gradients_without_dropout,
 )
 from mixtape_plugin.evaluation.language_model import load_language_model, perplexity, text
+from mixtape_plugin.models.awd_lstm_lm import AWDLSTMLanguageModel
 
 FACTORS = (0.5, 0.75, 1, 1.5)  # of the paper's η and λ: the grid of --search
 
 
-def parse_args(argv):
+def parse_args(argv: Sequence[str] | None) -> Namespace:
     parser = evaluation_parser(
         __doc__, PAPER_SETTINGS, 5, "tokens between updates", "η and λ", "dynamic_evaluation_run"
     )
@@ -59,7 +66,7 @@ def parse_args(argv):
     return args
 
 
-def check(args):
+def check(args: Namespace) -> None:
     """Raises UserError for the first option whose value is not allowed."""
     allowed = {
         "learning_rate": (args.learning_rate >= 0, "0 or more"),
@@ -74,7 +81,9 @@ def check(args):
     check_values(args, allowed)
 
 
-def search(args, model, task, statistics):
+def search(
+    args: Namespace, model: AWDLSTMLanguageModel, task: FairseqTask, statistics: GradientStatistics
+) -> list[dict]:
     """A row for each pair of η and λ, scored on the validation text."""
     tokens = min(len(text(task, "valid")), args.search_tokens or sys.maxsize)
     grid = list(product(args.learning_rates, args.decays))
@@ -91,7 +100,7 @@ def search(args, model, task, statistics):
     return rows
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     model, task = load_language_model(args.path, args.data)
     if args.search:

@@ -19,12 +19,15 @@ Files: {train,valid,test}.{src,tgt}, and
                         counted as a token, as fairseq does) and the rank of their log-probabilities
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os
 import shutil
 from itertools import product
 from pathlib import Path
+from typing import Sequence
 
 import numpy as np
 import start
@@ -38,19 +41,21 @@ SOURCE_WORDS, TARGET_WORDS, CONCENTRATION = 256, 256, 0.01
 MIN_WORDS, MAX_WORDS = 1, 7
 
 
-def invent_words(consonants, count):
+def invent_words(consonants: str, count: int) -> np.ndarray:
     """Words of two or three syllables."""
     syllables = ["".join(pair) for pair in product(consonants, "aeiou")]
     words = ("".join(word) for length in (2, 3) for word in product(syllables, repeat=length))
     return np.array([word for word, _ in zip(words, range(count))])
 
 
-def true_log_probs(seed):
+def true_log_probs(seed: int) -> np.ndarray:
     """log P*(target word | source word) in nats, [SOURCE_WORDS, TARGET_WORDS] in float64."""
     return random_conditional(SOURCE_WORDS, TARGET_WORDS, CONCENTRATION, np.random.default_rng([seed, 0]))
 
 
-def sample(log_probs, num_sentences, rng):
+def sample(
+    log_probs: np.ndarray, num_sentences: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Source and target word numbers of all tokens, in a row, and the length of each sentence."""
     lengths = rng.integers(MIN_WORDS, MAX_WORDS, size=num_sentences, endpoint=True)
     source = rng.integers(len(log_probs), size=lengths.sum())
@@ -61,13 +66,13 @@ def sample(log_probs, num_sentences, rng):
     return source, target - source * log_probs.shape[1], lengths
 
 
-def write_sentences(path, words, tokens, lengths):
+def write_sentences(path: Path, words: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> None:
     with open(path, "w", encoding="utf-8", newline="\n") as file:
         for sentence in np.split(words[tokens], lengths.cumsum()[:-1]):
             file.write(" ".join(sentence) + "\n")
 
 
-def write_corpus(folder, seed, sizes):
+def write_corpus(folder: Path, seed: int, sizes: dict) -> None:
     """Writes all files into an existing folder; `sizes`: sentences of train, valid and test."""
     log_probs = true_log_probs(seed)
     source_words, target_words = invent_words("bdfgklmn", SOURCE_WORDS), invent_words("prstvwz", TARGET_WORDS)
@@ -81,7 +86,7 @@ def write_corpus(folder, seed, sizes):
     (folder / "truth.json").write_text(json.dumps(truth) + "\n", encoding="utf-8")
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="new folder")
     parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")

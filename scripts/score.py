@@ -14,10 +14,13 @@ The two before the last treat hypotheses and references alike, as fairseq's WMT 
 with the rest; tensor2tensor's script normalizes the hypotheses alone.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os
 import re
+from typing import Sequence
 
 import sacremoses
 import start
@@ -27,7 +30,7 @@ from sacrebleu.utils import get_reference_files
 from mixtape_plugin.errors import UserError
 
 
-def read_lines(path):
+def read_lines(path: str) -> list[str]:
     """The lines of a UTF-8 file; raises UserError where it is missing, empty or no UTF-8."""
     try:
         with open(path, encoding="utf-8", newline="\n") as file:  # only \n ends a line: BLEU counts sentences
@@ -41,18 +44,25 @@ def read_lines(path):
     return lines
 
 
-def moses_tokenize(lines, lang):
+def moses_tokenize(lines: list[str], lang: str) -> list[str]:
     """Moses tokens of each line, punctuation normalized first (typographic quotes to ASCII, and such)."""
     normalizer, tokenizer = sacremoses.MosesPunctNormalizer(lang), sacremoses.MosesTokenizer(lang)
     return [tokenizer.tokenize(normalizer.normalize(line), return_str=True) for line in lines]
 
 
-def split_compounds(lines):
+def split_compounds(lines: list[str]) -> list[str]:
     """Write each hyphen inside a token as a token of its own, `a-b` as `a ##AT##-##AT## b`."""
     return [re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line) for line in lines]
 
 
-def score(hypotheses, reference_sets, target_lang, test_set=None, source_lang=None, lower_cased_tokens=None):
+def score(
+    hypotheses: list[str],
+    reference_sets: list[list[str]],
+    target_lang: str,
+    test_set: str | None = None,
+    source_lang: str | None = None,
+    lower_cased_tokens: bool | None = None,
+) -> list[dict]:
     """All scores of a corpus.
 
     Args:
@@ -109,7 +119,7 @@ def score(hypotheses, reference_sets, target_lang, test_set=None, source_lang=No
     return results
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hypotheses", required=True, metavar="FILE", help="translations, detokenized")
     references = parser.add_mutually_exclusive_group(required=True)

@@ -8,10 +8,13 @@ reference j: precision is the mean over i of the largest s_ij, recall the mean o
 Words are what lies between white space: the references' unknown ones are as the text has them, and <unk> matches none.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import re
 from pathlib import Path
+from typing import Sequence
 
 import start
 
@@ -20,7 +23,7 @@ from mixtape_plugin.errors import UserError
 from mixtape_plugin.evaluation.dialog_bleu import SIGNATURE, corpus_bleu
 
 
-def read_generated(path):
+def read_generated(path: Path) -> list:
     """The replies to each context, best first, in the order of the test set, out of the lines H-NUMBER of a log.
 
     fairseq-generate prints contexts of similar length together, each with its number.
@@ -49,13 +52,13 @@ def read_generated(path):
     return [replies[context] for context in range(len(replies))]
 
 
-def read_references(path):
+def read_references(path: Path) -> list:
     """A list of references for each line, which has tabs between them; each a list of words."""
     with open(path, encoding="utf-8", newline="\n") as file:
         return [[text.split() for text in line.rstrip("\r\n").split("\t")] for line in file]
 
 
-def score(replies, references):
+def score(replies: list, references: list) -> list[dict]:
     """Scores of a test set, each a dict of ``metric``, ``score`` and ``signature``, as score.py has them."""
     counts = sorted({len(texts) for texts in references})
     nrefs = "-".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
@@ -68,7 +71,7 @@ def score(replies, references):
     ]
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generated", required=True, metavar="FILE", help="what fairseq-generate --nbest N printed")
     parser.add_argument(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Callable
 
 import numpy as np
 import torch
@@ -25,7 +26,9 @@ LAYERS = {
 LAYERS["Mixtape r=.5"] = {"output_layer": "mixtape", "frequent_ratio": 0.5}
 
 
-def random_conditional(num_contexts: int, vocab_size: int, concentration: float, rng: np.random.Generator):
+def random_conditional(
+    num_contexts: int, vocab_size: int, concentration: float, rng: np.random.Generator
+) -> np.ndarray:
     """log P*(x|c) of N independent draws from a symmetric Dirichlet, [N, V] in nats, float64 and finite.
 
     A Dirichlet draw is a vector of Gamma(a) variables over its sum. For small a they fall below the smallest float64,
@@ -88,7 +91,15 @@ class Fit:
     map_: Tensor | None = None
 
 
-def fit(true_log_probs: Tensor, layer: dict, embed_dim: int, steps: int, seed: int, lr: float = 0.03, progress=None):
+def fit(
+    true_log_probs: Tensor,
+    layer: dict,
+    embed_dim: int,
+    steps: int,
+    seed: int,
+    lr: float = 0.03,
+    progress: Callable[[], object] | None = None,
+) -> Fit:
     """Minimises KL(P*‖P) over the layer's parameters and the features, by Adam on all contexts at once.
 
     K = 4, D = K·E, d2 = E, no dropout, no gate noise; one-cycle learning rate. The gradient and the curve are in

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Callable, Iterable, Sequence
 
 
-def write_whole(path, write: Callable[[Path], None]) -> None:
+def write_whole(path: str | Path, write: Callable[[Path], None]) -> None:
     """Calls ``write`` with a temporary path beside ``path``, of the same ending, and moves the result into place."""
     path = Path(path)
     part = path.with_name(f".{path.stem}.part{path.suffix}")
@@ -20,7 +20,7 @@ def write_whole(path, write: Callable[[Path], None]) -> None:
             part.unlink()
 
 
-def write_csv(path, columns: Sequence[str], rows: Iterable[dict]) -> None:
+def write_csv(path: str | Path, columns: Sequence[str], rows: Iterable[dict]) -> None:
     """A line for the names of the columns and one for each row, which is a dictionary."""
 
     def write(part):

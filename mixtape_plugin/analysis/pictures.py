@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from mixtape_plugin.analysis.files import write_whole
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-def pyplot():
+
+def pyplot() -> ModuleType:
     """matplotlib.pyplot without a display, imported where something is drawn."""
     import matplotlib
 
@@ -17,12 +24,12 @@ def pyplot():
     return plt
 
 
-def save(plt, figure, path) -> None:
+def save(plt: ModuleType, figure: Figure, path: str | Path) -> None:
     write_whole(path, lambda part: figure.savefig(part, dpi=150))
     plt.close(figure)
 
 
-def draw_singular_values(path, sigma: dict, thresholds: dict) -> None:
+def draw_singular_values(path: str | Path, sigma: dict, thresholds: dict) -> None:
     """Three views of the singular values of log P: the share that is at most x (Yang et al. 2018, figure 1), all on
     logarithmic axes with the threshold of the rank (Parthiban et al. 2021, supplement), and the first 500 (its
     figure 7).
@@ -57,7 +64,7 @@ def draw_singular_values(path, sigma: dict, thresholds: dict) -> None:
     save(plt, figure, path)
 
 
-def draw_hits(path, hits: dict, groups: dict, k: int) -> None:
+def draw_hits(path: str | Path, hits: dict, groups: dict, k: int) -> None:
     """Models × positions: coloured where the reference is among the k likeliest (Parthiban et al. 2021, figure 3).
 
     Args:
@@ -86,7 +93,7 @@ def draw_hits(path, hits: dict, groups: dict, k: int) -> None:
     save(plt, figure, path)
 
 
-def draw_similarity(path, results: dict) -> None:
+def draw_similarity(path: str | Path, results: dict) -> None:
     """Spearman's ρ of each set and model, with its bootstrap interval.
 
     Args:

@@ -8,6 +8,7 @@ import math
 import re
 import statistics
 from pathlib import Path
+from typing import Iterable, Iterator, Sequence
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayer
@@ -36,7 +37,7 @@ TEXTS = {
 LAST_UPDATES = 4000  # over which Yang et al. 2018 average the train perplexity on One Billion Word
 
 
-def log_records(text: str):
+def log_records(text: str) -> Iterator[tuple]:
     """The lines with numbers of fairseq-train's log, ``--log-format simple`` or ``json``.
 
     Yields:
@@ -64,7 +65,7 @@ def log_records(text: str):
             continue
 
 
-def validation_curve(records) -> dict:
+def validation_curve(records: Iterable[tuple]) -> dict:
     """Updates -> perplexity of the validation text, as far as the log of a training goes; {} where there is none."""
     return {
         int(r["num_updates"]): r["ppl"] for name, r in records if name == "valid" and {"num_updates", "ppl"} <= {*r}
@@ -86,7 +87,7 @@ def last(pattern: str, text: str) -> str | None:
     return found[-1] if found else None
 
 
-def train_perplexity(records, several_shards: bool) -> float | None:
+def train_perplexity(records: Iterable[tuple], several_shards: bool) -> float | None:
     """Perplexity in training, with dropout, as fairseq logs it: of the epoch of the best validation.
 
     Of a training on several shards, whose epochs are one shard each, of the last 4,000 updates: the geometric mean of
@@ -145,7 +146,7 @@ def from_log(text: str) -> dict:
     return row
 
 
-def collect(folder) -> tuple:
+def collect(folder: str | Path) -> tuple:
     """All that is known of a training.
 
     Args:
@@ -210,7 +211,7 @@ def collect(folder) -> tuple:
     return row, damaged
 
 
-def read_rows(path) -> list:
+def read_rows(path: str | Path) -> list:
     """The rows of a CSV file that collect_results.py wrote, as :func:`collect` gave them.
 
     Raises:
@@ -237,7 +238,7 @@ def read_rows(path) -> list:
     return rows
 
 
-def value_of(text: str):
+def value_of(text: str) -> int | float | str | None:
     """A cell of a CSV file: None for what was not run, a number, or the text itself."""
     if text in (NOT_RUN, "", None):
         return None
@@ -249,7 +250,7 @@ def value_of(text: str):
     return text
 
 
-def columns_of(rows) -> list:
+def columns_of(rows: Sequence[dict]) -> list:
     """The columns of a table of these rows: those of translation, of dialog, of language models, or several of them."""
     scores = [key[: -len(" signature")] for row in rows for key in row if key.endswith(" signature")]
     dialog = [row for row in rows if DIALOG in row]
@@ -272,7 +273,7 @@ def columns_of(rows) -> list:
     return [*columns, *dict.fromkeys(name for row in rows for name in row.get("analyses", ())), *RUN]
 
 
-def cell(column: str, value) -> str:
+def cell(column: str, value: object) -> str:
     """A value as the Markdown table has it."""
     if value is None:
         return NOT_RUN
@@ -295,13 +296,13 @@ def digits(column: str) -> int:
     return {"tokens/s": 0, "s an epoch": 0, "KLD": 3, "similarity": 3}.get(column, 2)
 
 
-def table(header, lines) -> str:
+def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """A Markdown table of strings."""
     rows = [header, ["---"] * len(header), *lines]
     return "".join("| " + " | ".join(value.replace("|", "\\|") for value in row) + " |\n" for row in rows)
 
 
-def markdown(rows, columns=None) -> str:
+def markdown(rows: Sequence[dict], columns: Sequence[str] | None = None) -> str:
     """A table with a line for each training, and the signatures of its scores; all columns unless some are given."""
     columns = columns or columns_of(rows)
     names = ["wall time" if column == "wall s" else column for column in columns]
@@ -319,14 +320,14 @@ def markdown(rows, columns=None) -> str:
     return text + ("\n" + "".join(notes) if notes else "")
 
 
-def csv_columns(rows) -> list:
+def csv_columns(rows: Sequence[dict]) -> list:
     """Those of the table, and the folder, the command and the signatures."""
     columns = columns_of(rows)
     signatures = [f"{column} signature" for column in columns if any(f"{column} signature" in row for row in rows)]
     return ["folder", *columns, "command", CURVE, *signatures]
 
 
-def csv_row(row) -> dict:
+def csv_row(row: dict) -> dict:
     """What a CSV file has in :func:`csv_columns`; the curve as "updates:perplexity" with spaces between."""
     cells = {name: NOT_RUN if value is None else value for name, value in row.items()}
     return {**cells, CURVE: " ".join(f"{updates}:{value:g}" for updates, value in row["curve"].items())}

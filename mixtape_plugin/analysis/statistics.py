@@ -6,6 +6,7 @@ import re
 import shlex
 import statistics
 from dataclasses import dataclass
+from typing import Sequence
 
 from scipy import stats
 
@@ -42,7 +43,7 @@ class Group:
         return Sample(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
-def numbers(rows, column: str) -> list:
+def numbers(rows: Sequence[dict], column: str) -> list:
     """The finite values of a column."""
     values = [row.get(column) for row in rows]
     return [value for value in values if isinstance(value, (int, float)) and abs(value) < float("inf")]
@@ -58,7 +59,7 @@ def without_seed(command: str) -> list:
     return words
 
 
-def groups(rows) -> list:
+def groups(rows: Sequence[dict]) -> list:
     """The trainings by command; one whose command is unknown is a group of its own."""
     by_command = {}
     for row in rows:
@@ -78,7 +79,7 @@ def groups(rows) -> list:
     return found
 
 
-def find_baseline(found, name: str) -> Group:
+def find_baseline(found: Sequence[Group], name: str) -> Group:
     """The one group of this layer (such as softmax, mixtape or mixtape-4); raises UserError for none or several."""
     matching = [group for group in found if name in (group.name, group.layer, group.layer.rsplit("-", 1)[0])]
     if len(matching) != 1:
@@ -101,7 +102,7 @@ def p_values(first: Sample | None, second: Sample | None) -> tuple:
     )
 
 
-def compare(found, baseline: Group | None = None) -> tuple:
+def compare(found: Sequence[Group], baseline: Group | None = None) -> tuple:
     """A line for each group, as a dictionary, and the number of tests that were made.
 
     Columns: ``group``, ``n``, ``command``; mean and, with " sd" after the name, standard deviation of what is
@@ -123,7 +124,9 @@ def compare(found, baseline: Group | None = None) -> tuple:
     return lines, tests
 
 
-def groups_markdown(lines, tests: int, baseline: Group | None = None, columns=None) -> str:
+def groups_markdown(
+    lines: Sequence[dict], tests: int, baseline: Group | None = None, columns: Sequence[str] | None = None
+) -> str:
     """The lines of :func:`compare` as a Markdown table, without the columns that no group has anything in.
 
     With ``columns`` only those, and ``group`` and ``n``.
@@ -166,7 +169,7 @@ class Correlation:
     rows: list
 
 
-def correlate(rows, x: str, y: str, within: tuple | None = None) -> Correlation:
+def correlate(rows: Sequence[dict], x: str, y: str, within: tuple | None = None) -> Correlation:
     """Pearson's correlation of two columns, over the trainings that have both.
 
     Args:

@@ -135,7 +135,7 @@ def find_checkpoint(folder: Path, name: str | None = None) -> Path:
     raise UserError(f"{folder} holds no {name or ' or '.join(CHECKPOINTS)}: train.sh and evaluate.sh write them")
 
 
-def load(folder, data: str, name: str | None = None, device: str = "cpu") -> TrainedModel:
+def load(folder: str | Path, data: str, name: str | None = None, device: str = "cpu") -> TrainedModel:
     """The model of a folder, in float32.
 
     Args:

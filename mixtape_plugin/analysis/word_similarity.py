@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Sequence
 
 import numpy as np
+from fairseq.data import Dictionary
 from scipy.stats import rankdata
+from torch import Tensor
 
 from mixtape_plugin.analysis.results import table
 from mixtape_plugin.errors import UserError
@@ -36,7 +39,7 @@ class Similarity:
     skipped: int
 
 
-def read_pairs(path) -> list:
+def read_pairs(path: str | Path) -> list:
     """(word, word, score) of a file "word word score", tabs or blanks between them, in lower case.
 
     Raises:
@@ -53,7 +56,7 @@ def read_pairs(path) -> list:
     return pairs
 
 
-def read_folder(folder) -> dict:
+def read_folder(folder: str | Path) -> dict:
     """Name of a set -> its pairs, for each ``.txt`` file; raises UserError where there is none."""
     paths = {path.stem: path for path in sorted(Path(folder).glob("*.txt"))}
     if not paths:
@@ -71,7 +74,7 @@ def spearman(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return (x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
 
 
-def cosines(embedding, ids: np.ndarray) -> np.ndarray:
+def cosines(embedding: Tensor, ids: np.ndarray) -> np.ndarray:
     """Of each pair of rows, [n], in float64.
 
     Args:
@@ -83,7 +86,7 @@ def cosines(embedding, ids: np.ndarray) -> np.ndarray:
     return (first * second).sum(1) / norms
 
 
-def similarity(embedding, dictionary, pairs, seed: int = 1) -> Similarity:
+def similarity(embedding: Tensor, dictionary: Dictionary, pairs: Sequence[tuple], seed: int = 1) -> Similarity:
     """ρ between the cosine of two words' embeddings and their score, over the pairs whose words are both known.
 
     A pair that stands twice in a set counts twice. The interval is between the 2.5% and 97.5% quantiles of ρ over 1,000

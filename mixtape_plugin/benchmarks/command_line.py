@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 from pathlib import Path
+from typing import Callable, Iterable, Sequence
 
 import torch
 
@@ -17,7 +18,9 @@ from mixtape_plugin.benchmarks.measuring import ROOT, Budget, available_memory
 from mixtape_plugin.errors import UserError
 
 
-def add_common_options(parser: argparse.ArgumentParser, impls, default_impls: str, default_smoothing: str) -> None:
+def add_common_options(
+    parser: argparse.ArgumentParser, impls: Sequence[str], default_impls: str, default_smoothing: str
+) -> None:
     """The options of both, `impls` the choices of ``--impls``, and what the help says of two defaults."""
     parser.add_argument(
         "--impls",
@@ -42,7 +45,7 @@ def add_common_options(parser: argparse.ArgumentParser, impls, default_impls: st
     parser.add_argument("--out", metavar="FILE", help="also write the table as CSV")
 
 
-def check_common_options(args, **least) -> None:
+def check_common_options(args: argparse.Namespace, **least) -> None:
     """Raises UserError for the first that is not allowed, and fills in the defaults that depend on the machine.
 
     Args:
@@ -67,7 +70,7 @@ def check_common_options(args, **least) -> None:
         raise UserError(f"--plot {args.plot} is not allowed: a name that ends in .png, .pdf or .svg")
 
 
-def settings_of_memory(args) -> tuple:
+def settings_of_memory(args: argparse.Namespace) -> tuple:
     """Bytes of --memory-limit, and the budgets to run at: none, which is one batch size, and --memory-budget."""
     limit = None if args.memory_limit is None else args.memory_limit * 1e9
     budget = None if args.memory_budget is None else Budget(args.memory_budget * 1e9, args.largest_batch)
@@ -104,7 +107,7 @@ def plugin_version() -> str:
         return "not installed"
 
 
-def provenance(args, **setting) -> dict:
+def provenance(args: argparse.Namespace, **setting) -> dict:
     """What the numbers depend on besides the layers, `setting` too: columns of the CSV, the line above the table."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
@@ -122,27 +125,33 @@ def provenance(args, **setting) -> dict:
     }
 
 
-def number(value, form: str) -> str:
+def number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def milliseconds(row) -> str:
+def milliseconds(row: dict) -> str:
     return row["skipped"] or "{ms_median:.1f} ({ms_min:.1f}–{ms_max:.1f})".format(**row)
 
 
-def at_least(row, column: str) -> str:
+def at_least(row: dict, column: str) -> str:
     """The batch of a row; where more fits into its budget, it says so."""
     return ("≥ " if row["fits_more"] else "") + number(row[column], ",")
 
 
-def markdown_table(facts: dict, names, text_columns: int, rows) -> str:
+def markdown_table(facts: dict, names: Sequence[str], text_columns: int, rows: Iterable[Sequence[str]]) -> str:
     """The facts of a run and a table of its rows, which are lists of cells: after some columns of text, numbers."""
     lines = [names, ["---"] * text_columns + ["--:"] * (len(names) - text_columns), *rows]
     above = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items())
     return "\n".join([above, "", *(f"| {' | '.join(line)} |" for line in lines)])
 
 
-def write_outputs(args, columns, rows, facts: dict, draw) -> None:
+def write_outputs(
+    args: argparse.Namespace,
+    columns: Sequence[str],
+    rows: Sequence[dict],
+    facts: dict,
+    draw: Callable[[str, Sequence[dict], dict], None],
+) -> None:
     """Writes --out, a line for each row with the facts of the run, and --plot; raises UserError where one cannot be
     written."""
     outputs = (

@@ -13,7 +13,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 
@@ -38,7 +38,7 @@ class Budget(NamedTuple):
 
 
 @contextlib.contextmanager
-def stopwatch(device: str):
+def stopwatch(device: str) -> Iterator[list]:
     """Seconds of the block, the only element of the list it gives once the block, and all on the GPU, is done."""
     seconds = []
     if device == "cuda":
@@ -61,7 +61,7 @@ def high_water_mark(device: str) -> int:
 
 
 @contextlib.contextmanager
-def memory_errors():
+def memory_errors() -> Iterator[None]:
     """MemoryError for what torch says where there is too little memory."""
     try:
         yield
@@ -71,7 +71,7 @@ def memory_errors():
         raise
 
 
-def in_fresh_process(function, *args):
+def in_fresh_process(function: Callable, *args) -> Any:
     """``function(*args)`` of a process that has run nothing else, which a CPU's high-water mark needs.
 
     Raises:
@@ -161,7 +161,7 @@ def fit(peak: Callable[[int], int], batch: int, estimate: float, limit: float) -
         return None, f"did not {sizes}"
 
 
-def take_turns(steps: dict, rounds: int, tick=lambda steps: None) -> dict:
+def take_turns(steps: dict, rounds: int, tick: Callable[[int], object] = lambda steps: None) -> dict:
     """Milliseconds of the steps, a list under each one's key. After a warm-up, each of them takes its turn in each of
     the rounds, so that whatever else the machine does meets them all alike.
 
@@ -179,6 +179,6 @@ def take_turns(steps: dict, rounds: int, tick=lambda steps: None) -> dict:
     return times
 
 
-def summary(times) -> dict:
+def summary(times: Sequence[float]) -> dict:
     """Columns of a list of milliseconds."""
     return {"ms_median": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}

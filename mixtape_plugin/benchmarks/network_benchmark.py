@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import functools
 import math
+from types import SimpleNamespace
+from typing import Callable, Sequence
 
 import torch
+from fairseq.optim import FairseqOptimizer
 from fairseq.optim.adam import FairseqAdam, FairseqAdamConfig
+from torch import Tensor, nn
 
 from mixtape_plugin.benchmarks.measuring import (
     Budget,
@@ -39,7 +43,7 @@ from mixtape_plugin.criterions.output_layer_cross_entropy import OutputLayerCros
 from mixtape_plugin.data.bptt_dataset import BpttDataset, TokenStream
 from mixtape_plugin.models.awd_lstm_lm import count_parameters
 from mixtape_plugin.optim.nt_asgd import NTASGD, NTASGDConfig
-from mixtape_plugin.output_layers import OutputLayerConfig, base, build_output_layer
+from mixtape_plugin.output_layers import OutputLayer, OutputLayerConfig, base, build_output_layer
 
 # the papers' for language models, but for the learning rate, whose value takes no time
 CLIP_NORM, WEIGHT_DECAY, LR = 0.25, 1.2e-6, 1.0
@@ -101,7 +105,7 @@ class TrainingStep:
         for batch in (self.sample, self.sample["net_input"]):
             batch.update({name: part.to(setting.device) for name, part in batch.items() if torch.is_tensor(part)})
 
-    def output_projection(self):
+    def output_projection(self) -> OutputLayer:
         """The output layer, put into the network and set to the implementation of this step."""
         layer, plain = self.layer, self.impl == BASELINE.impl
         self.model.decoder.output_projection = layer
@@ -138,24 +142,26 @@ class TrainingStep:
         return elapsed[0]
 
 
-def loss_of_the_baseline(layer, features, target, *, label_smoothing: float, ignore_index: int):
+def loss_of_the_baseline(
+    layer: OutputLayer, features: Tensor, target: Tensor, *, label_smoothing: float, ignore_index: int
+) -> tuple[Tensor, Tensor]:
     """What everyone writes, in place of a softmax layer's ``loss``; the text has no padding."""
     loss = plain_loss(features.flatten(0, -2), layer.weight, layer.bias, target.flatten(), label_smoothing)
     return loss, loss.detach()
 
 
-def build_optimizer(shape: TextShape, parameters):
+def build_optimizer(shape: TextShape, parameters: list[nn.Parameter]) -> FairseqOptimizer:
     if shape.translates:
         return FairseqAdam(FairseqAdamConfig(lr=[1e-4], adam_betas="(0.9, 0.98)", tpu=False), parameters)
     return NTASGD(NTASGDConfig(lr=[LR], weight_decay=WEIGHT_DECAY), parameters)
 
 
-def random_tokens(task, number: int) -> torch.Tensor:
+def random_tokens(task: SimpleNamespace, number: int) -> torch.Tensor:
     predicted = [n for n in range(len(task.target_dictionary)) if n not in task.masked_tokens]
     return torch.tensor(predicted)[torch.randint(len(predicted), (number,))]
 
 
-def language_sample(task, shape: TextShape) -> dict:
+def language_sample(task: SimpleNamespace, shape: TextShape) -> dict:
     """A segment of a text."""
     dictionary = task.target_dictionary
     text = random_tokens(task, shape.batch_size * shape.segment_length)
@@ -163,7 +169,7 @@ def language_sample(task, shape: TextShape) -> dict:
     return BpttDataset(stream, shape.batch_size, shape.segment_length, training=True)[0]
 
 
-def translation_sample(task, shape: TextShape) -> dict:
+def translation_sample(task: SimpleNamespace, shape: TextShape) -> dict:
     """Sentences of one length, on either side."""
     size = shape.batch_size, shape.segment_length
     source, target = random_tokens(task, math.prod(size)).view(size), random_tokens(task, math.prod(size)).view(size)
@@ -222,13 +228,13 @@ def estimate_memory(variant: Variant, shape: TextShape, sizes: str = "same") -> 
 
 def benchmark(
     shape: TextShape,
-    variants,
+    variants: Sequence[Variant],
     setting: Setting,
     rounds: int,
     sizes: str = "same",
-    memory_limit=None,
+    memory_limit: float | None = None,
     budget: Budget | None = None,
-    tick=lambda steps: None,
+    tick: Callable[[int], object] = lambda steps: None,
 ) -> list:
     """Measures the networks at one shape: peak memory first, then time, by :func:`take_turns`, each network's step
     and then its output layer's part of it.

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from fairseq.data import Dictionary
-from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY, BaseFairseqModel
 
 from mixtape_plugin.benchmarks.workloads import PAPER_TIMES, class_of, layer_options, split_layer
 from mixtape_plugin.models.awd_lstm_lm import parse_hidden_sizes  # and with it all architectures
@@ -112,7 +112,7 @@ def network_args(layer: str, shape: TextShape, sizes: str = "same") -> Namespace
     return args
 
 
-def build_network(layer: str, shape: TextShape, sizes: str = "same"):
+def build_network(layer: str, shape: TextShape, sizes: str = "same") -> tuple[BaseFairseqModel, SimpleNamespace]:
     """The network in training mode, and a stand-in for its task; raises UserError where K is not allowed."""
     dictionary = Dictionary()
     for n in range(shape.vocab_size + 2 - dictionary.nspecial):

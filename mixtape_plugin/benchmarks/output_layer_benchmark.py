@@ -6,8 +6,10 @@ Shapes: D features, E embedding, K components, V vocabulary, S frequent tokens, 
 from __future__ import annotations
 
 import statistics
+from typing import Callable, Sequence
 
 import torch
+from torch import Tensor, nn
 
 from mixtape_plugin.benchmarks.measuring import (
     Budget,
@@ -55,7 +57,7 @@ COLUMNS = (
 class Step:
     """One forward and backward pass of a layer, `loss` to the gradients of features and parameters."""
 
-    def __init__(self, variant: Variant, shape: Shape, setting: Setting, tied_weight=None):
+    def __init__(self, variant: Variant, shape: Shape, setting: Setting, tied_weight: nn.Parameter | None = None):
         self.device, self.label_smoothing = setting.device, setting.label_smoothing
         place = {"device": setting.device, "dtype": getattr(torch, setting.dtype)}
         self.layer = build_layer(variant, shape, setting.noise, tied_weight).to(**place)
@@ -74,7 +76,7 @@ class Step:
             parameter.grad = None  # as fairseq does: the next backward allocates, and does not add
         return elapsed[0]
 
-    def loss(self, features, target):
+    def loss(self, features: Tensor, target: Tensor) -> Tensor:
         if not self.peer:
             return self.layer.loss(features, target, label_smoothing=self.label_smoothing)[0]
         v = self.layer.vocab_size  # torch's ε goes to all tokens, the target among them
@@ -146,7 +148,7 @@ def settings_of(variant: Variant, setting: Setting, prices: bool) -> dict:
     return settings
 
 
-def turns(variants, rounds: int, prices: bool = False) -> int:
+def turns(variants: Sequence[Variant], rounds: int, prices: bool = False) -> int:
     """What :func:`benchmark` counts: one for the memory of each variant, and each turn, the matrix product's too."""
     steps = sum(len(settings_of(variant, Setting(), prices)) for variant in variants)
     return len(variants) + (steps + 1) * (rounds + 1)
@@ -154,13 +156,13 @@ def turns(variants, rounds: int, prices: bool = False) -> int:
 
 def benchmark(
     shape: Shape,
-    variants,
+    variants: Sequence[Variant],
     setting: Setting,
     rounds: int,
-    memory_limit=None,
+    memory_limit: float | None = None,
     budget: Budget | None = None,
     prices: bool = False,
-    tick=lambda steps: None,
+    tick: Callable[[int], object] = lambda steps: None,
 ) -> list:
     """Measures the variants at one shape: peak memory first, then time, by :func:`take_turns`.
 
@@ -252,7 +254,15 @@ def new_row(variant: Variant, shape: Shape, budget: Budget | None) -> dict:
     return row
 
 
-def sweep(shape: Shape, layers, impls, setting: Setting, rounds: int, memory_limit=None, tick=lambda steps: None):
+def sweep(
+    shape: Shape,
+    layers: Sequence[str],
+    impls: Sequence[str],
+    setting: Setting,
+    rounds: int,
+    memory_limit: float | None = None,
+    tick: Callable[[int], object] = lambda steps: None,
+) -> list:
     """Rows of :func:`benchmark` at each of :data:`SWEEP_VOCAB_SIZES` with the shape's K for all, and at each of
     :data:`SWEEP_COMPONENTS` with the shape's V; ``sweep`` and ``sweep_value`` say which."""
     points = [("V", v, shape._replace(vocab_size=v)) for v in SWEEP_VOCAB_SIZES]

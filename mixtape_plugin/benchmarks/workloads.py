@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from typing import NamedTuple
+from typing import ContextManager, NamedTuple, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.kernels.common import chunks, longest
-from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, build_output_layer
+from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayer, OutputLayerConfig, build_output_layer
 
 GATE_DIM = 64  # d2, which the paper does not give
 
@@ -106,11 +107,11 @@ class Variant(NamedTuple):
 BASELINE = Variant("softmax", "plain")  # the code that everyone writes
 
 
-def plain_loss(features, weight, bias, target, label_smoothing):
+def plain_loss(features: Tensor, weight: Tensor, bias: Tensor, target: Tensor, label_smoothing: float) -> Tensor:
     return F.cross_entropy(F.linear(features, weight, bias), target, label_smoothing=label_smoothing, reduction="sum")
 
 
-def torch_loss(features, weight, bias, target, label_smoothing):
+def torch_loss(features: Tensor, weight: Tensor, bias: Tensor, target: Tensor, label_smoothing: float) -> Tensor:
     # torch's own choice of a chunk is slow on a CPU
     options = torch.nn.LinearCrossEntropyOptions(**({} if features.is_cuda else {"batch_chunk_size": 512}))
     return F.linear_cross_entropy(
@@ -118,7 +119,7 @@ def torch_loss(features, weight, bias, target, label_smoothing):
     )
 
 
-def liger_loss(features, weight, bias, target, label_smoothing):
+def liger_loss(features: Tensor, weight: Tensor, bias: Tensor, target: Tensor, label_smoothing: float) -> Tensor:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     return liger_fused_linear_cross_entropy(
@@ -126,7 +127,7 @@ def liger_loss(features, weight, bias, target, label_smoothing):
     )
 
 
-def cut_loss(features, weight, bias, target, label_smoothing):
+def cut_loss(features: Tensor, weight: Tensor, bias: Tensor, target: Tensor, label_smoothing: float) -> Tensor:
     from cut_cross_entropy import linear_cross_entropy
 
     if label_smoothing:
@@ -162,7 +163,7 @@ def split_layer(layer: str) -> tuple:
     return (kind, int(k)) if k.isdigit() else (layer, None)
 
 
-def class_of(layer: str):
+def class_of(layer: str) -> type[OutputLayer]:
     """The class of a layer's name."""
     return OUTPUT_LAYERS[layer_options()[split_layer(layer)[0]]["output_layer"]]
 
@@ -190,7 +191,7 @@ def check_layer(text: str, needs_components: bool = False) -> str:
     raise UserError(f"--layers {text} is not allowed: {', '.join(names)}; mixtures may end in a K, such as mos-15")
 
 
-def variants(layers, impls, baseline: Variant = BASELINE) -> list:
+def variants(layers: Sequence[str], impls: Sequence[str], baseline: Variant = BASELINE) -> list:
     """The layers in those of the implementations that they have, the baseline first; peers have softmax only."""
 
     def has(layer, impl):
@@ -214,12 +215,12 @@ def full_name(layer: str, shape: Shape) -> str:
     return f"{kind}-{num_components(layer, shape)}" if k or takes_components(layer) else kind
 
 
-def without_values():
+def without_values() -> ContextManager:
     """Inside, modules are built without values and the memory for them, where torch (2.0) can do that."""
     return torch.device("meta") if hasattr(torch.device, "__enter__") else contextlib.nullcontext()
 
 
-def sized_layer(layer: str, shape: Shape):
+def sized_layer(layer: str, shape: Shape) -> OutputLayer:
     """The layer without values: to be asked what it costs."""
     with without_values():
         return build_layer(Variant(layer), shape)
@@ -243,7 +244,7 @@ def count_parameters(layer: str, shape: Shape) -> int:
     return sum(parameter.numel() for parameter in sized_layer(layer, shape).parameters())
 
 
-def fused_memory(layer, tokens: int, smooth: bool, size: int = 4) -> int:
+def fused_memory(layer: OutputLayer, tokens: int, smooth: bool, size: int = 4) -> int:
     """Bytes of a layer's fused loss at most: a chunk of scores twice, and the gradients of parameters before they are
     scaled. Where a token has several rows of scores (MoS) and labels are smoothed, it holds a little more than four
     times a chunk, which took up to seven times of glibc's heap."""
@@ -258,7 +259,9 @@ def paper_ratio(layer: str, shape: str, column: str) -> float | None:
     return getattr(times[layer], column) / getattr(times["softmax"], column) if layer in times else None
 
 
-def build_layer(variant: Variant, shape: Shape, noise: bool = False, tied_weight=None):
+def build_layer(
+    variant: Variant, shape: Shape, noise: bool = False, tied_weight: nn.Parameter | None = None
+) -> OutputLayer:
     """The layer of this shape, in training mode; raises UserError where K or r is not allowed."""
     layer, impl = variant
     options = {"frequent_ratio": shape.frequent_ratio, **layer_options()[split_layer(layer)[0]]}

@@ -2,9 +2,13 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import List, Tuple
 
 from fairseq.criterions import register_criterion
 from fairseq.logging import metrics
+from fairseq.models import BaseFairseqModel
+from fairseq.tasks import FairseqTask
+from torch import Tensor
 
 from mixtape_plugin.criterions.output_layer_cross_entropy import (
     OutputLayerCrossEntropy,
@@ -32,13 +36,13 @@ class AWDLSTMCrossEntropy(OutputLayerCrossEntropy):
 
     def __init__(
         self,
-        task,
-        sentence_avg,
-        label_smoothing=0.0,
-        report_accuracy=False,
-        ar_alpha=2.0,
-        tar_beta=1.0,
-        report_bpc=False,
+        task: FairseqTask,
+        sentence_avg: bool,
+        label_smoothing: float = 0.0,
+        report_accuracy: bool = False,
+        ar_alpha: float = 2.0,
+        tar_beta: float = 1.0,
+        report_bpc: bool = False,
     ):
         super().__init__(task, sentence_avg, label_smoothing, report_accuracy)
         self.ar_alpha = ar_alpha
@@ -46,7 +50,7 @@ class AWDLSTMCrossEntropy(OutputLayerCrossEntropy):
         check_values(self, {name: (getattr(self, name) >= 0, "0 or more") for name in ("ar_alpha", "tar_beta")})
         self.report_bpc = report_bpc
 
-    def penalty(self, features, extra):
+    def penalty(self, features: Tensor, extra: dict) -> Tensor:
         """α·mean(m²) + β·mean((h_{t+1} − h_t)²) for m, h [B, T, D]; a segment of one step has no second term."""
         dtype = at_least_float32(features.dtype)
         penalty = self.ar_alpha * features.to(dtype).pow(2).mean()
@@ -55,14 +59,14 @@ class AWDLSTMCrossEntropy(OutputLayerCrossEntropy):
             penalty = penalty + self.tar_beta * (hidden[:, 1:] - hidden[:, :-1]).pow(2).mean()
         return penalty
 
-    def forward(self, model, sample, reduce=True):
+    def forward(self, model: BaseFairseqModel, sample: dict, reduce: bool = True) -> Tuple[Tensor, int, dict]:
         """The summed loss in nats, the number of targets, and what to log."""
         loss, sample_size, logging_output = super().forward(model, sample, reduce)
         logging_output["bpc"] = self.report_bpc
         return loss, sample_size, logging_output
 
     @staticmethod
-    def reduce_metrics(logging_outputs) -> None:
+    def reduce_metrics(logging_outputs: List[dict]) -> None:
         """fairseq's label-smoothed logs (base 2), and ``bpc`` if asked for."""
         OutputLayerCrossEntropy.reduce_metrics(logging_outputs)
         if any(log.get("bpc") for log in logging_outputs):

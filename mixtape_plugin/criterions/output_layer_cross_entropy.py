@@ -1,12 +1,16 @@
 """Label-smoothed cross entropy through an output layer's own loss."""
 
 from dataclasses import dataclass, field
+from typing import List, Tuple, Union
 
 import torch
 from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.dataclass import FairseqDataclass
+from fairseq.models import BaseFairseqModel
+from fairseq.tasks import FairseqTask
 from omegaconf import II
+from torch import Tensor
 
 from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.output_layers import OutputLayer
@@ -29,14 +33,16 @@ class OutputLayerCrossEntropy(FairseqCriterion):
         UserError: ε outside [0, 1), or a model whose decoder has no output layer of this plugin.
     """
 
-    def __init__(self, task, sentence_avg, label_smoothing=0.0, report_accuracy=False):
+    def __init__(
+        self, task: FairseqTask, sentence_avg: bool, label_smoothing: float = 0.0, report_accuracy: bool = False
+    ):
         super().__init__(task)
         self.sentence_avg = sentence_avg
         self.label_smoothing = label_smoothing
         check_values(self, {"label_smoothing": (0 <= label_smoothing < 1, "from 0 to less than 1")})
         self.report_accuracy = report_accuracy
 
-    def forward(self, model, sample, reduce=True):
+    def forward(self, model: BaseFairseqModel, sample: dict, reduce: bool = True) -> Tuple[Tensor, int, dict]:
         """The summed loss in nats, the sample size that divides its gradient, and what to log."""
         if not reduce:
             raise ValueError("output_layer_cross_entropy sums over tokens: for one loss a token use cross_entropy")
@@ -68,12 +74,12 @@ class OutputLayerCrossEntropy(FairseqCriterion):
         )
         return loss, sample_size, logging_output
 
-    def penalty(self, features, extra):
+    def penalty(self, features: Tensor, extra: dict) -> Union[Tensor, float]:
         """What is added to the mean loss in training; for subclasses."""
         return 0.0
 
     @staticmethod
-    def reduce_metrics(logging_outputs) -> None:
+    def reduce_metrics(logging_outputs: List[dict]) -> None:
         """fairseq's label-smoothed logs: loss, nll_loss, ppl and, if asked for, accuracy."""
         LabelSmoothedCrossEntropyCriterion.reduce_metrics(logging_outputs)
 

@@ -164,12 +164,12 @@ class BpttDataset(FairseqDataset):
             "last_segment": index == len(self) - 1,
         }
 
-    def collater(self, samples):
+    def collater(self, samples: list[dict]) -> dict:
         """A segment is a batch already."""
         return samples[0]
 
-    def num_tokens(self, index):
+    def num_tokens(self, index: int) -> int:
         return self.inputs.size(0) * self.lengths[index]
 
-    def size(self, index):
+    def size(self, index: int) -> int:
         return self.lengths[index]

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Callable
 
 import torch
+from fairseq.tasks import FairseqTask
 from torch import Tensor
 
 from mixtape_plugin.evaluation.language_model import Score, predict, score, segments
 from mixtape_plugin.kernels.precision import at_least_float32
+from mixtape_plugin.models.awd_lstm_lm import AWDLSTMLanguageModel
 
 # Merity et al. 2018, whose README gives PTB's and whose code gives WikiText-2's to more digits.
 PAPER_SETTINGS = {
@@ -42,7 +44,11 @@ class Predictions:
 
 @torch.no_grad()
 def predict_text(
-    model, task, split: str, length: int = 70, progress: Callable[[int], None] | None = None
+    model: AWDLSTMLanguageModel,
+    task: FairseqTask,
+    split: str,
+    length: int = 70,
+    progress: Callable[[int], None] | None = None,
 ) -> Predictions:
     """The static evaluation of a text in one column, with all its hidden states: N·D numbers of memory.
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Iterable
 
 import torch
 from tqdm import tqdm
 
 
-def evaluation_parser(description: str, datasets, segment_length: int, segment_help: str, searched: str, out: str):
+def evaluation_parser(
+    description: str, datasets: Iterable[str], segment_length: int, segment_help: str, searched: str, out: str
+) -> argparse.ArgumentParser:
     """A parser with the options of both.
 
     Args:
@@ -36,16 +39,16 @@ def evaluation_parser(description: str, datasets, segment_length: int, segment_h
     return parser
 
 
-def take_paper_settings(args, settings: dict) -> None:
+def take_paper_settings(args: argparse.Namespace, settings: dict) -> None:
     """Fills in the hyper-parameters that were not given, from those of --dataset."""
     for name, value in settings[args.dataset].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
 
 
-def device(args) -> str:
+def device(args: argparse.Namespace) -> str:
     return "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"
 
 
-def progress_bar(name: str, tokens: int):
+def progress_bar(name: str, tokens: int) -> tqdm:
     return tqdm(total=tokens, desc=name, unit="tok", mininterval=0.5 if sys.stderr.isatty() else 10)

@@ -10,13 +10,15 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Callable
+from typing import Callable, Iterator
 
 import torch
+from fairseq.tasks import FairseqTask
 from torch import Tensor
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.evaluation.language_model import Score, extract_features, score, segments, target_log_probs
+from mixtape_plugin.models.awd_lstm_lm import AWDLSTMLanguageModel
 
 # Yang et al. 2018, table 9: η, λ, ε. The statistics are of batches of 100, the segments of 5 tokens, for both.
 PAPER_SETTINGS = {
@@ -26,7 +28,7 @@ PAPER_SETTINGS = {
 
 
 @contextmanager
-def gradients_without_dropout(model):
+def gradients_without_dropout(model: AWDLSTMLanguageModel) -> Iterator[None]:
     """Evaluation mode, so without dropout and weight drop, in which gradients can be taken.
 
     cuDNN's LSTM has no backward pass in evaluation mode, so torch's own takes over. oneDNN's is left out as well, which
@@ -56,14 +58,14 @@ class GradientStatistics:
     tokens: int
 
 
-def parameters_of(model) -> dict[str, Tensor]:
+def parameters_of(model: AWDLSTMLanguageModel) -> dict[str, Tensor]:
     """Every trained parameter by its name; a tied one is there once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def gradient_statistics(
-    model,
-    task,
+    model: AWDLSTMLanguageModel,
+    task: FairseqTask,
     split: str = "train",
     columns: int = 100,
     length: int = 5,
@@ -107,8 +109,8 @@ def gradient_statistics(
 
 
 def dynamic_evaluation(
-    model,
-    task,
+    model: AWDLSTMLanguageModel,
+    task: FairseqTask,
     split: str,
     statistics: GradientStatistics,
     learning_rate: float,

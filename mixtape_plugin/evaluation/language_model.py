@@ -12,11 +12,14 @@ from typing import Callable, Iterator
 
 import torch
 from fairseq import checkpoint_utils, utils
+from fairseq.models import BaseFairseqModel
+from fairseq.tasks import FairseqTask
 from torch import Tensor
 
 from mixtape_plugin.data.bptt_dataset import BpttDataset, TokenStream
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.models.awd_lstm_lm import AWDLSTMLanguageModel
+from mixtape_plugin.output_layers import OutputLayer
 from mixtape_plugin.output_layers.base import MAX_SCORES
 
 
@@ -36,7 +39,7 @@ class Score:
             return math.inf
 
 
-def load_language_model(path: str, data: str):
+def load_language_model(path: str, data: str) -> tuple[AWDLSTMLanguageModel, FairseqTask]:
     """The model of a checkpoint, in evaluation mode on the CPU, and its task reading from another data folder.
 
     Args:
@@ -54,14 +57,14 @@ def load_language_model(path: str, data: str):
     return model.eval(), task
 
 
-def text(task, split: str) -> TokenStream:
+def text(task: FairseqTask, split: str) -> TokenStream:
     """A split as one stream of tokens, loaded when first asked for."""
     if split not in task.datasets:
         task.load_dataset(split)
     return task.dataset(split)
 
 
-def segments(task, split: str, columns: int, length: int, training: bool = False) -> Iterator[dict]:
+def segments(task: FairseqTask, split: str, columns: int, length: int, training: bool = False) -> Iterator[dict]:
     """The batches of one walk through a split, in order: see :class:`~mixtape_plugin.data.bptt_dataset.BpttDataset`.
 
     Args:
@@ -73,7 +76,7 @@ def segments(task, split: str, columns: int, length: int, training: bool = False
     return (dataset[i] for i in range(len(dataset)))
 
 
-def extract_features(model, batch: dict):
+def extract_features(model: BaseFairseqModel, batch: dict) -> tuple[Tensor, Tensor, Tensor]:
     """Runs a segment, from the state in which the model left the one before.
 
     Returns:
@@ -85,7 +88,7 @@ def extract_features(model, batch: dict):
     return features, batch["target"], extra["last_hidden"]
 
 
-def target_log_probs(layer, features: Tensor, targets: Tensor) -> Tensor:
+def target_log_probs(layer: OutputLayer, features: Tensor, targets: Tensor) -> Tensor:
     """log p of each target, [N] for features [N, D] and targets [N], in nats, in float32 or better.
 
     Goes through the contexts in chunks where all scores at once would be more than ``MAX_SCORES``.
@@ -95,7 +98,7 @@ def target_log_probs(layer, features: Tensor, targets: Tensor) -> Tensor:
     return torch.cat([layer.log_probs(f).gather(-1, t.unsqueeze(-1)).squeeze(-1) for f, t in chunks])
 
 
-def predict(model, batch: dict):
+def predict(model: AWDLSTMLanguageModel, batch: dict) -> tuple[Tensor, Tensor, Tensor]:
     """Predicts a segment's tokens, column by column, without those that pad the end of a column.
 
     Returns:
@@ -115,7 +118,12 @@ def score(log_probs: Tensor) -> Score:
 
 @torch.no_grad()
 def perplexity(
-    model, task, split: str, columns: int = 1, length: int = 70, progress: Callable[[int], None] | None = None
+    model: AWDLSTMLanguageModel,
+    task: FairseqTask,
+    split: str,
+    columns: int = 1,
+    length: int = 70,
+    progress: Callable[[int], None] | None = None,
 ) -> Score:
     """Static evaluation, −Σ log p(x_t | x_<t): every token of the text is predicted exactly once.
 

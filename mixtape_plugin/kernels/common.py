@@ -110,7 +110,7 @@ class FusedLoss:
     def finish(self) -> None:
         """Adds what takes no pass over the scores."""
 
-    def loss_and_nll(self, **inputs: Tensor):
+    def loss_and_nll(self, **inputs: Tensor) -> tuple[Tensor, Tensor]:
         """The loss and the negative log-likelihood of these inputs, each summed over the targets, in nats."""
         tensors = list(inputs.values())
         with torch.autocast(tensors[0].device.type, enabled=False):

@@ -34,7 +34,15 @@ class ChunkScores:
         dtype: of the matrix products.
     """
 
-    def __init__(self, num_tokens, num_components, weight, gate_weight, dtype, noise):
+    def __init__(
+        self,
+        num_tokens: int,
+        num_components: int,
+        weight: Tensor,
+        gate_weight: Tensor,
+        dtype: torch.dtype,
+        noise: float,
+    ):
         self.ops = elementwise(weight.device)
         self.noise = noise
         num_frequent, num_gates = len(gate_weight), num_components - 1
@@ -69,7 +77,7 @@ def mixtape_scores(
     gate_weight: Tensor,
     bias: Tensor,
     noise: float = 0.0,
-):
+) -> Tensor:
     """Scores [N, V] of Mixtape, for inference: arguments as of :func:`mixtape_loss`."""
     dtype = compute_dtype(contexts)
     contexts, prior, gate_contexts = (tensor.to(dtype) for tensor in (contexts, prior, gate_contexts))
@@ -92,7 +100,7 @@ def mixtape_loss(
     noise: float,
     smoothing: Smoothing,
     mask: Tensor | None = None,
-):
+) -> tuple[Tensor, Tensor]:
     """Label-smoothed cross entropy of Mixtape (eq. 2 to 6), and its negative log-likelihood, summed, in nats.
 
     Args:
@@ -121,7 +129,9 @@ class MixtapeLoss(FusedLoss):
         super().__init__(target, smoothing, mask)
         self.noise = noise
 
-    def begin(self, contexts, prior, gate_contexts, weight, gate_weight, bias):
+    def begin(
+        self, contexts: Tensor, prior: Tensor, gate_contexts: Tensor, weight: Tensor, gate_weight: Tensor, bias: Tensor
+    ) -> list:
         self.contexts, self.prior, self.gate_contexts, self.bias = contexts, prior, gate_contexts, bias.to(self.wide)
         self.score = ChunkScores(len(self.target), contexts.size(1), weight, gate_weight, self.dtype, self.noise)
         self.num_frequent = len(gate_weight)
@@ -129,7 +139,7 @@ class MixtapeLoss(FusedLoss):
         self.buffer = self.ops.score_buffer(longest(self.score.slices), len(weight), self.dtype, weight.device)
         return self.score.slices
 
-    def add_chunk(self, rows):
+    def add_chunk(self, rows: slice) -> None:
         scores = self.buffer[: rows.stop - rows.start]  # [n, V]
         parts = self.score(self.contexts[rows], self.prior[rows], self.gate_contexts[rows], scores)
         self.differentiate(scores, self.target[rows])

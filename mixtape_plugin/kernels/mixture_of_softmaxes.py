@@ -14,7 +14,7 @@ from mixtape_plugin.kernels.precision import at_least_float32, compute_dtype, sc
 
 
 @torch.no_grad()
-def mixture_of_softmaxes_log_probs(contexts: Tensor, prior: Tensor, weight: Tensor, bias: Tensor):
+def mixture_of_softmaxes_log_probs(contexts: Tensor, prior: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """log p(x|c), [N, V], for inference: arguments as of :func:`mixture_of_softmaxes_loss`."""
     num_components = contexts.size(1)
     contexts = contexts.to(compute_dtype(contexts))
@@ -38,7 +38,7 @@ def mixture_of_softmaxes_loss(
     target: Tensor,
     smoothing: Smoothing,
     mask: Tensor | None = None,
-):
+) -> tuple[Tensor, Tensor]:
     """Label-smoothed cross entropy of Σ_k π_k softmax_x(h_k·w_x + b_x), and its negative log-likelihood, summed, in
     nats.
 
@@ -63,7 +63,7 @@ class MixtureOfSoftmaxesLoss(FusedLoss):
     scores. Label smoothing needs every token's posterior, and more passes over a chunk's scores.
     """
 
-    def begin(self, contexts, prior, weight, bias):
+    def begin(self, contexts: Tensor, prior: Tensor, weight: Tensor, bias: Tensor) -> list:
         self.contexts, self.matrix, self.bias = contexts, weight.to(self.dtype), bias.to(self.wide)
         self.log_prior = F.log_softmax(prior, dim=1, dtype=self.wide)
         self.num_components, size = contexts.size(1), len(weight)
@@ -71,7 +71,7 @@ class MixtureOfSoftmaxesLoss(FusedLoss):
         self.buffer = self.ops.score_buffer(longest(slices) * self.num_components, size, self.dtype, weight.device)
         return slices
 
-    def add_chunk(self, rows):
+    def add_chunk(self, rows: slice) -> None:
         context = self.contexts[rows].flatten(0, 1)  # [n·K, E]
         scores = torch.mm(context, self.matrix.t(), out=self.buffer[: len(context)])  # [n·K, V]
         differentiate = self.differentiate if self.smoothing.epsilon == 0 else self.differentiate_smoothed
@@ -90,7 +90,7 @@ class MixtureOfSoftmaxesLoss(FusedLoss):
             self.add_product("weight", scores.t(), context * share.to(self.dtype))
             self.add_product("bias", share.t().to(self.dtype), scores)
 
-    def differentiate(self, scores: Tensor, rows: slice):
+    def differentiate(self, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """scores [n·K, V] become p_k − onehot(target); returns the gradient in the prior's logits, [n, K], and r,
         [n·K, 1], which the scores' gradient is to be multiplied by."""
         log_prior, target = self.log_prior[rows], self.target[rows].repeat_interleave(self.num_components)
@@ -100,7 +100,7 @@ class MixtureOfSoftmaxesLoss(FusedLoss):
         posterior = torch.softmax(log_joint.clamp_(min=torch.finfo(self.wide).min), 1)
         return log_prior.exp() - posterior, posterior.view(-1, 1)
 
-    def differentiate_smoothed(self, scores: Tensor, rows: slice):
+    def differentiate_smoothed(self, scores: Tensor, rows: slice) -> tuple[Tensor, None]:
         """scores [n·K, V] become the gradient of the loss; returns that in the prior's logits, [n, K], and None."""
         smoothing, log_prior = self.smoothing, self.log_prior[rows]
         nll, spread, posterior, rho = self.ops.mos_smoothing_(

@@ -21,7 +21,7 @@ def softmax_loss(
     smoothing: Smoothing,
     mask: Tensor | None = None,
     curve: Curve | None = None,
-):
+) -> tuple[Tensor, Tensor]:
     """Label-smoothed cross entropy of softmax_x(f(h·w_x + b_x)), and its negative log-likelihood, summed, in nats.
 
     Args:
@@ -43,13 +43,13 @@ class SoftmaxLoss(FusedLoss):
     """:func:`softmax_loss` without a curve. Label smoothing needs no pass over the scores:
     Σ_x z_x = h·Σ_x w_x + Σ_x b_x."""
 
-    def begin(self, contexts, weight, bias):
+    def begin(self, contexts: Tensor, weight: Tensor, bias: Tensor) -> list:
         self.contexts, self.matrix, self.bias = contexts, weight.to(self.dtype), bias.to(self.wide)
         slices = chunks(len(self.target), len(weight) * score_bytes(self.dtype))
         self.buffer = self.ops.score_buffer(longest(slices), len(weight), self.dtype, weight.device)
         return slices
 
-    def add_chunk(self, rows):
+    def add_chunk(self, rows: slice) -> None:
         context = self.contexts[rows]
         scores = torch.mm(context, self.matrix.t(), out=self.buffer[: len(context)])  # [n, V]
         self.differentiate(scores, self.target[rows])
@@ -66,7 +66,7 @@ class SoftmaxLoss(FusedLoss):
         if self.smoothing.epsilon > 0:
             self.spread += self.smoothing.vocab_size * log_sum_exp.sum()
 
-    def finish(self):
+    def finish(self) -> None:
         """The part of label smoothing that is linear in the scores: spread = V·logsumexp(z) − Σ_x z_x."""
         epsilon = self.smoothing.epsilon
         if epsilon == 0:
@@ -95,11 +95,11 @@ class CurveSoftmaxLoss(SoftmaxLoss):
         super().__init__(target, smoothing, mask)
         self.curve = curve
 
-    def begin(self, contexts, weight, bias, **curve_inputs):
+    def begin(self, contexts: Tensor, weight: Tensor, bias: Tensor, **curve_inputs) -> list:
         self.curve.begin(self.wide, any(self.grad[name] is not None for name in curve_inputs))
         return super().begin(contexts, weight, bias)
 
-    def differentiate(self, scores, target):
+    def differentiate(self, scores: Tensor, target: Tensor) -> None:
         nll, spread = self.ops.curve_softmax_minus_label_(
             scores, self.bias, target, self.curve, self.smoothing.target_weight, self.smoothing.epsilon, self.mask,
             self.scale,
@@ -107,7 +107,7 @@ class CurveSoftmaxLoss(SoftmaxLoss):
         self.nll += nll.sum()
         self.spread += spread.sum()
 
-    def finish(self):
+    def finish(self) -> None:
         for name in self.curve.inputs:
             if self.grad[name] is not None:
                 self.grad[name] += self.curve.gradients()[name]

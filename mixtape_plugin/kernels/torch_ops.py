@@ -6,6 +6,8 @@ Shapes: n tokens of a chunk, K components, V vocabulary, S frequent tokens.
 
 from __future__ import annotations
 
+from typing import Iterator
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ def score_buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.devi
     return torch.empty(rows, columns, dtype=dtype, device=device)
 
 
-def row_blocks(tensor: Tensor):
+def row_blocks(tensor: Tensor) -> Iterator[slice]:
     """Slices of the rows of a matrix: on a CPU of so many that they hold about :data:`BLOCK` elements, else of all."""
     rows, columns = tensor.shape
     size = max(rows if tensor.is_cuda else BLOCK // max(columns, 1), 1)

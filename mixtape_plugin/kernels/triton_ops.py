@@ -561,7 +561,7 @@ def tree_slots(num_components: int) -> Tuple[int, int]:
     return components, differences
 
 
-def launch_on_tree(kernel, leaves, gates, root, **arguments):
+def launch_on_tree(kernel: triton.KernelInterface, leaves: Tensor, gates: Tensor, root: Tensor, **arguments) -> None:
     num_components, n, size = leaves.shape
     assert is_row_contiguous(gates) and is_row_contiguous(root)
     component_of_leaf, slot_of_difference = tree_slots(num_components)
@@ -608,7 +608,7 @@ def contiguous(tensor: Optional[Tensor]) -> Optional[Tensor]:
     return None if tensor is None else tensor.contiguous()
 
 
-def launch(kernel, programs: int, buffer: Tensor, *arguments, **constants) -> None:
+def launch(kernel: triton.KernelInterface, programs: int, buffer: Tensor, *arguments, **constants) -> None:
     """Runs a kernel whose first argument is a big buffer, on the buffer's device."""
     assert is_row_contiguous(buffer)
     if programs:

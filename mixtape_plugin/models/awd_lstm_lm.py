@@ -5,16 +5,21 @@ Shapes: B columns of the text, T time steps, E embedding, D the last layer's uni
 
 import hashlib
 import logging
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from dataclasses import dataclass, field
+from typing import List, Optional, Sequence, Tuple, Union
 
 import torch
+from fairseq.data import Dictionary
 from fairseq.models import (
+    BaseFairseqModel,
     FairseqIncrementalDecoder,
     FairseqLanguageModel,
     register_model,
     register_model_architecture,
 )
-from torch import nn
+from fairseq.tasks import FairseqTask
+from torch import Tensor, nn
 
 from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.models.options import add_options, complete_options
@@ -28,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class AWDLSTMConfig(OutputLayerConfig):
-    """The options of ``awd_lstm_lm``; the defaults are Mixtape on the network of AWD-LSTM on Penn Treebank."""
+    """The options of ``awd_lstm_lm``; the defaults are Mixtape on the network of AWD-LSTM on Penn Treebank.
+
+    Two defaults of fairseq-train are others than here: ``LANGUAGE_MODEL_GATES``.
+    """
 
     embed_dim: int = field(default=400, metadata={"help": "E, width of the input embedding"})
     hidden_sizes: str = field(default="1150,1150,400", metadata={"help": "units of each LSTM layer, first to last"})
@@ -45,8 +53,8 @@ class AWDLSTMConfig(OutputLayerConfig):
     weight_dropout: float = field(default=0.5, metadata={"help": "dropout on the hidden-to-hidden matrices"})
 
 
-def parse_hidden_sizes(hidden_sizes):
-    """[1150, 1150, 400] out of "1150,1150,400"."""
+def parse_hidden_sizes(hidden_sizes: Union[str, int]) -> List[int]:
+    """[1150, 1150, 400] out of "1150,1150,400"; one layer's size may be a number, as it is in a yaml file."""
     sizes = str(hidden_sizes).split(",")
     if not all(size.strip().isdigit() and int(size) >= 1 for size in sizes):
         raise UserError(
@@ -56,7 +64,7 @@ def parse_hidden_sizes(hidden_sizes):
     return [int(size) for size in sizes]
 
 
-def check_options(args):
+def check_options(args: Namespace) -> None:
     """Raises UserError for the first of the network's options whose value is not allowed."""
     rates = ("dropout", "input_dropout", "hidden_dropout", "embedding_dropout", "weight_dropout")
     allowed = {name: (0 <= getattr(args, name) < 1, "from 0 to less than 1") for name in rates}
@@ -64,13 +72,13 @@ def check_options(args):
     check_values(args, {"embed_dim": (args.embed_dim >= 1, "at least 1"), **allowed})
 
 
-def vocabulary_digest(dictionary, masked_tokens):
+def vocabulary_digest(dictionary: Dictionary, masked_tokens: Sequence[int]) -> str:
     """SHA-256 of what the rows of an embedding stand for, and of which of them are never predicted."""
     symbols = "\n".join([*dictionary.symbols, *map(str, sorted(masked_tokens))])
     return hashlib.sha256(symbols.encode()).hexdigest()
 
 
-def check_vocabulary(saved, dictionary, masked_tokens):
+def check_vocabulary(saved: str, dictionary: Dictionary, masked_tokens: Sequence[int]) -> None:
     """Raises UserError for a checkpoint whose digest is another one."""
     if saved != vocabulary_digest(dictionary, masked_tokens):
         raise UserError(
@@ -94,7 +102,7 @@ class AWDLSTMDecoder(FairseqIncrementalDecoder):
     but for Mixtape's gates by token, which the papers have no values for: v_x N(0, 1/d2), b_x 0.
     """
 
-    def __init__(self, args, dictionary, masked_tokens=()):
+    def __init__(self, args: Namespace, dictionary: Dictionary, masked_tokens: Sequence[int] = ()):
         super().__init__(dictionary)
         hidden_sizes = parse_hidden_sizes(args.hidden_sizes)
         self.dropout = args.dropout
@@ -121,14 +129,27 @@ class AWDLSTMDecoder(FairseqIncrementalDecoder):
         nn.init.uniform_(self.output_projection.weight, -0.1, 0.1)
         self.states = {}
 
-    def forward(self, prev_output_tokens, encoder_out=None, incremental_state=None, features_only=False, **kwargs):
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: Optional[dict] = None,
+        incremental_state: Optional[dict] = None,
+        features_only: bool = False,
+        **kwargs,
+    ) -> Tuple[Tensor, dict]:
         """Scores [B, T, V], or features [B, T, D] with ``features_only``, and what :meth:`extract_features` adds."""
         features, extra = self.extract_features(prev_output_tokens, incremental_state=incremental_state, **kwargs)
         return (features if features_only else self.output_layer(features)), extra
 
     def extract_features(
-        self, prev_output_tokens, src_lengths=None, incremental_state=None, stream="", first_segment=True, **_
-    ):
+        self,
+        prev_output_tokens: Tensor,
+        src_lengths: Optional[Tensor] = None,
+        incremental_state: Optional[dict] = None,
+        stream: str = "",
+        first_segment: bool = True,
+        **_,
+    ) -> Tuple[Tensor, dict]:
         """The last layer's output after dropout, [B, T, D].
 
         Args:
@@ -167,22 +188,22 @@ class AWDLSTMDecoder(FairseqIncrementalDecoder):
             self.states[stream] = new_states
         return locked_dropout(x, self.dropout, self.training), {"attn": [None], "last_hidden": x}
 
-    def output_layer(self, features, **kwargs):
+    def output_layer(self, features: Tensor, **kwargs) -> Tensor:
         return self.output_projection(features)
 
-    def reorder_incremental_state(self, incremental_state, new_order):
+    def reorder_incremental_state(self, incremental_state: Optional[dict], new_order: Tensor) -> None:
         states = self.get_incremental_state(incremental_state, "states")
         if states is not None:
             states = {name: part.index_select(0, new_order) for name, part in states.items()}
             self.set_incremental_state(incremental_state, "states", states)
 
-    def upgrade_state_dict_named(self, state_dict, name):
+    def upgrade_state_dict_named(self, state_dict: dict, name: str) -> None:
         """Raises UserError for parameters of another vocabulary; fairseq calls it whenever it is about to load some."""
         super().upgrade_state_dict_named(state_dict, name)
         saved = state_dict.setdefault(f"{name}.vocabulary_version", self.vocabulary_version)
         check_vocabulary(bytes(saved.tolist()).hex(), self.dictionary, self.output_projection.masked_tokens)
 
-    def max_positions(self):
+    def max_positions(self) -> int:
         return int(1e9)
 
 
@@ -195,18 +216,25 @@ class AWDLSTMLanguageModel(FairseqLanguageModel):
     """
 
     @staticmethod
-    def add_args(parser):
+    def add_args(parser: ArgumentParser) -> None:
         add_options(parser, AWDLSTMConfig)
+        parser.add_argument(
+            "--no-gate-weight-norm",
+            dest="gate_weight_norm",
+            action="store_false",
+            default=SUPPRESS,
+            help="mixtape: no weight normalisation, where the architecture has it",
+        )
 
     @classmethod
-    def build_model(cls, args, task):
+    def build_model(cls, args: Namespace, task: FairseqTask) -> "AWDLSTMLanguageModel":
         args = complete_options(args, AWDLSTMConfig)
         check_options(args)
         check_dictionary(OutputLayerConfig.from_args(args), task.target_dictionary)
         return cls(AWDLSTMDecoder(args, task.target_dictionary, getattr(task, "masked_tokens", ())))
 
 
-def count_parameters(model):
+def count_parameters(model: BaseFairseqModel) -> int:
     """Parameters of a language model as the papers quote them: without frozen ones and without the rows of symbols that
     cannot be predicted."""
     layer = model.decoder.output_projection
@@ -217,10 +245,13 @@ def count_parameters(model):
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) - unused
 
 
-def register_architecture(name, defaults):
+def register_architecture(name: str, defaults: dict) -> None:
     """Registers an architecture whose options default to a paper's values."""
 
     def set_defaults(args):
+        if name == "awd_lstm_lm" and not isinstance(args, Namespace):
+            # Of fairseq-hydra-train, whose checkpoints hold what was given alone: older ones have OutputLayerConfig's.
+            return
         for option, value in defaults.items():
             setattr(args, option, getattr(args, option, value))
 
@@ -236,7 +267,8 @@ AWD_WIKITEXT2 = dict(AWD_PTB, input_dropout=0.65, hidden_dropout=0.2)
 MONOTONE_PTB = dict(AWD_PTB, hidden_dropout=0.3)  # Parthiban et al. 2021; on WikiText-2 they have Merity's
 MOS = dict(output_layer="mos", num_components=15, context_dropout=0.29, locked_context_dropout=True)
 MOC = dict(output_layer="moc")
-MIXTAPE = dict(output_layer="mixtape", num_components=4, gate_dim=64, frequent_ratio=0.1, gate_weight_norm=True)
+LANGUAGE_MODEL_GATES = dict(frequent_ratio=0.1, gate_weight_norm=True)  # of Mixtape; for translation .5, and without
+MIXTAPE = dict(LANGUAGE_MODEL_GATES, output_layer="mixtape", num_components=4, gate_dim=64)
 GATE_DROPOUT = dict(gate_dropout=0.2)
 MOS_PTB = dict(MOS, embed_dim=280, hidden_sizes="960,960,620", input_dropout=0.4, hidden_dropout=0.225)
 MOS_WIKITEXT2 = dict(MOS, embed_dim=300, hidden_sizes="1150,1150,650", input_dropout=0.55, hidden_dropout=0.2)
@@ -246,7 +278,7 @@ TEXT8 = dict(NO_DROPOUT, output_layer="softmax", embed_dim=1024, hidden_sizes="1
 MOS_TEXT8 = dict(TEXT8, output_layer="mos")
 
 ARCHITECTURES = {
-    "": {},
+    "": LANGUAGE_MODEL_GATES,
     "_ptb": AWD_PTB,
     "_ptb_mos": MOS_PTB,
     "_ptb_moc": {**MOS_PTB, **MOC},

@@ -3,10 +3,13 @@
 Shapes: B contexts, T words of a response, U utterances of all contexts, E embedding, D the decoder's units.
 """
 
+from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field
+from typing import Dict, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
+from fairseq.data import Dictionary
 from fairseq.dataclass import ChoiceEnum
 from fairseq.models import (
     FairseqEncoder,
@@ -15,7 +18,8 @@ from fairseq.models import (
     register_model,
     register_model_architecture,
 )
-from torch import nn
+from fairseq.tasks import FairseqTask
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from mixtape_plugin.errors import UserError, check_values
@@ -46,7 +50,7 @@ class DialogSeq2SeqConfig:
     dropout: float = field(default=0.0, metadata={"help": "dropout on embedded words and on the decoder's output"})
 
 
-def check_options(args) -> None:
+def check_options(args: Namespace) -> None:
     """Raises UserError for the first of the network's options whose value is not allowed."""
     sizes = ("embed_dim", "utterance_hidden_size", "context_hidden_size", "decoder_hidden_size")
     check_values(
@@ -60,7 +64,7 @@ def check_options(args) -> None:
     )
 
 
-def last_hidden(rnn: nn.RNNBase, sequences) -> torch.Tensor:
+def last_hidden(rnn: nn.RNNBase, sequences: Sequence[Tensor]) -> torch.Tensor:
     """h after the last step of each of a list of sequences [length, *], of both directions: [sequences, directions·H].
 
     ``sequences`` may be of any lengths from 1 on: nothing is padded.
@@ -83,7 +87,7 @@ class DialogEncoder(FairseqEncoder):
         UserError: hierarchical, and the dictionary has no marks.
     """
 
-    def __init__(self, args, dictionary, embed_tokens):
+    def __init__(self, args: Namespace, dictionary: Dictionary, embed_tokens: nn.Embedding):
         super().__init__(dictionary)
         cell = CELLS[args.cell]
         self.dropout = args.dropout
@@ -101,7 +105,7 @@ class DialogEncoder(FairseqEncoder):
             input_size = 2 * args.utterance_hidden_size + 2
         self.context_rnn = cell(input_size, args.context_hidden_size)
 
-    def forward(self, src_tokens, src_lengths=None, **kwargs):
+    def forward(self, src_tokens: Tensor, src_lengths: Optional[Tensor] = None, **kwargs) -> Dict[str, Tensor]:
         """``{"context": [B, context_hidden_size]}`` of source tokens, padded on either side."""
         real = src_tokens.ne(self.dictionary.pad())
         words = self.embed_tokens(src_tokens[real])  # context after context
@@ -116,10 +120,10 @@ class DialogEncoder(FairseqEncoder):
         utterances = torch.cat([utterances, floor], dim=-1)
         return {"context": last_hidden(self.context_rnn, utterances.split(starts.sum(1).tolist()))}
 
-    def reorder_encoder_out(self, encoder_out, new_order):
+    def reorder_encoder_out(self, encoder_out: Dict[str, Tensor], new_order: Tensor) -> Dict[str, Tensor]:
         return {"context": encoder_out["context"].index_select(0, new_order)}
 
-    def max_positions(self):
+    def max_positions(self) -> int:
         return int(1e9)
 
 
@@ -129,7 +133,7 @@ class DialogDecoder(FairseqIncrementalDecoder):
     The state is one tensor [B, D], with LSTM [B, 2·D]: h and c.
     """
 
-    def __init__(self, args, dictionary, embed_tokens):
+    def __init__(self, args: Namespace, dictionary: Dictionary, embed_tokens: nn.Embedding):
         super().__init__(dictionary)
         self.dropout = args.dropout
         self.embed_tokens = embed_tokens
@@ -140,12 +144,24 @@ class DialogDecoder(FairseqIncrementalDecoder):
             OutputLayerConfig.from_args(args), feature_dim=args.decoder_hidden_size, vocab_size=len(dictionary)
         )
 
-    def forward(self, prev_output_tokens, encoder_out=None, incremental_state=None, features_only=False, **kwargs):
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: Optional[Dict[str, Tensor]] = None,
+        incremental_state: Optional[dict] = None,
+        features_only: bool = False,
+        **kwargs,
+    ) -> Tuple[Tensor, dict]:
         """Scores [B, T, V], or features [B, T, D] with ``features_only``, and what fairseq asks of attention: none."""
         features, extra = self.extract_features(prev_output_tokens, encoder_out, incremental_state)
         return (features if features_only else self.output_layer(features)), extra
 
-    def extract_features(self, prev_output_tokens, encoder_out, incremental_state=None):
+    def extract_features(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: Optional[Dict[str, Tensor]],
+        incremental_state: Optional[dict] = None,
+    ) -> Tuple[Tensor, dict]:
         """The recurrent layer's output after dropout, [B, T, D]; step by step only the last column is read."""
         state = None
         if incremental_state is not None:
@@ -161,16 +177,16 @@ class DialogDecoder(FairseqIncrementalDecoder):
             self.set_incremental_state(incremental_state, "state", {"state": state.squeeze(0)})
         return F.dropout(features, self.dropout, self.training), {"attn": [None]}
 
-    def output_layer(self, features, **kwargs):
+    def output_layer(self, features: Tensor, **kwargs) -> Tensor:
         return self.output_projection(features)
 
-    def reorder_incremental_state(self, incremental_state, new_order):
+    def reorder_incremental_state(self, incremental_state: Optional[dict], new_order: Tensor) -> None:
         kept = self.get_incremental_state(incremental_state, "state")
         if kept is not None:
             kept = {"state": kept["state"].index_select(0, new_order)}
             self.set_incremental_state(incremental_state, "state", kept)
 
-    def max_positions(self):
+    def max_positions(self) -> int:
         return int(1e9)
 
 
@@ -188,11 +204,11 @@ class DialogSeq2SeqModel(FairseqEncoderDecoderModel):
     """
 
     @staticmethod
-    def add_args(parser):
+    def add_args(parser: ArgumentParser) -> None:
         add_options(parser, OutputLayerConfig, DialogSeq2SeqConfig)
 
     @classmethod
-    def build_model(cls, args, task):
+    def build_model(cls, args: Namespace, task: FairseqTask) -> "DialogSeq2SeqModel":
         args = complete_options(args, OutputLayerConfig, DialogSeq2SeqConfig)
         check_options(args)
         dictionary = task.target_dictionary
@@ -212,5 +228,5 @@ class DialogSeq2SeqModel(FairseqEncoderDecoderModel):
 
 
 @register_model_architecture("dialog_seq2seq", "dialog_seq2seq")
-def dialog_seq2seq(args):
+def dialog_seq2seq(args: Namespace) -> None:
     """The defaults of :class:`DialogSeq2SeqConfig`."""

@@ -1,11 +1,12 @@
 """What fairseq needs of the plain dataclasses that hold this plugin's options."""
 
 from argparse import ArgumentParser, Namespace
-from dataclasses import field, fields, make_dataclass
+from dataclasses import Field, field, fields, make_dataclass
+from typing import Union
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from mixtape_plugin.output_layers import OUTPUT_IMPLS, OUTPUT_LAYERS
 
@@ -22,11 +23,11 @@ def add_options(parser: ArgumentParser, *configs: type) -> None:
         gen_parser_from_dataclass(parser, options(), delete_default=True, with_prefix="")
 
 
-def copy_of(f):
+def copy_of(f: Field) -> Field:
     return field(default=f.default, metadata=f.metadata)
 
 
-def complete_options(args, *configs: type) -> Namespace:
+def complete_options(args: Union[Namespace, DictConfig], *configs: type) -> Namespace:
     """The options that fairseq hands to a model, as a Namespace, with the dataclasses' defaults for those missing.
 
     Args:

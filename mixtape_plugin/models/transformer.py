@@ -1,8 +1,10 @@
 """fairseq's Transformer with any output layer and, if asked for, relative positions in self-attention."""
 
+from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field
 
 import torch
+from fairseq.data import Dictionary
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.transformer import (
@@ -14,6 +16,8 @@ from fairseq.models.transformer import (
 from fairseq.models.transformer.transformer_legacy import base_architecture, tiny_architecture, transformer_iwslt_de_en
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from fairseq.tasks import FairseqTask
+from torch import nn
 
 from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.models.options import add_options, complete_options
@@ -30,24 +34,26 @@ class RelativePositionConfig:
 
 
 class RelativeEncoderLayer(TransformerEncoderLayerBase):
-    def build_self_attention(self, embed_dim, cfg):
+    def build_self_attention(self, embed_dim: int, cfg: TransformerConfig) -> RelativeMultiheadAttention:
         return relative_attention(cfg, embed_dim, cfg.encoder.attention_heads)
 
 
 class RelativeDecoderLayer(TransformerDecoderLayerBase):
-    def build_self_attention(self, embed_dim, cfg, add_bias_kv=False, add_zero_attn=False):
+    def build_self_attention(
+        self, embed_dim: int, cfg: TransformerConfig, add_bias_kv: bool = False, add_zero_attn: bool = False
+    ) -> RelativeMultiheadAttention:
         return relative_attention(cfg, embed_dim, cfg.decoder.attention_heads)
 
 
 class Encoder(TransformerEncoderBase):
-    def build_encoder_layer(self, cfg):
+    def build_encoder_layer(self, cfg: TransformerConfig) -> nn.Module:
         if not cfg.max_relative_position:
             return super().build_encoder_layer(cfg)
         return wrap(RelativeEncoderLayer(cfg), cfg)
 
 
 class Decoder(TransformerDecoderBase):
-    def build_decoder_layer(self, cfg, no_encoder_attn=False):
+    def build_decoder_layer(self, cfg: TransformerConfig, no_encoder_attn: bool = False) -> nn.Module:
         if not cfg.max_relative_position:
             return super().build_decoder_layer(cfg, no_encoder_attn)
         return wrap(RelativeDecoderLayer(cfg, no_encoder_attn), cfg)
@@ -63,12 +69,12 @@ class MixtapeTransformerModel(TransformerModel):
     """
 
     @classmethod
-    def add_args(cls, parser):
+    def add_args(cls, parser: ArgumentParser) -> None:
         super().add_args(parser)
         add_options(parser, OutputLayerConfig, RelativePositionConfig)
 
     @classmethod
-    def build_model(cls, args, task):
+    def build_model(cls, args: Namespace, task: FairseqTask) -> "MixtapeTransformerModel":
         # A Namespace even of an omegaconf tree, out of which TransformerConfig.from_namespace would lose our options.
         args = complete_options(args, OutputLayerConfig, RelativePositionConfig)
         check_options(args)
@@ -80,11 +86,11 @@ class MixtapeTransformerModel(TransformerModel):
         return super().build_model(args, task)
 
     @classmethod
-    def build_encoder(cls, args, src_dict, embed_tokens):
+    def build_encoder(cls, args: Namespace, src_dict: Dictionary, embed_tokens: nn.Embedding) -> Encoder:
         return Encoder(TransformerConfig.from_namespace(args), src_dict, embed_tokens)
 
     @classmethod
-    def build_decoder(cls, args, tgt_dict, embed_tokens):
+    def build_decoder(cls, args: Namespace, tgt_dict: Dictionary, embed_tokens: nn.Embedding) -> Decoder:
         output_layer = build_output_layer(
             OutputLayerConfig.from_args(args),
             feature_dim=args.decoder.output_dim,
@@ -100,7 +106,7 @@ class MixtapeTransformerModel(TransformerModel):
         )
 
 
-def check_options(args) -> None:
+def check_options(args: Namespace) -> None:
     """Raises UserError where an option of the Transformer contradicts this plugin's, or a dropout is no rate."""
     rates = [name for name in ("dropout", "attention_dropout", "activation_dropout") if hasattr(args, name)]
     check_values(args, {name: (0 <= getattr(args, name) <= 1, "from 0 to 1") for name in rates})
@@ -122,7 +128,7 @@ def check_options(args) -> None:
                 )
 
 
-def relative_attention(cfg, embed_dim, num_heads):
+def relative_attention(cfg: TransformerConfig, embed_dim: int, num_heads: int) -> RelativeMultiheadAttention:
     return RelativeMultiheadAttention(
         embed_dim,
         num_heads,
@@ -133,7 +139,7 @@ def relative_attention(cfg, embed_dim, num_heads):
     )
 
 
-def wrap(layer, cfg):
+def wrap(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:
     """Activation checkpointing and FSDP for a layer, as fairseq does it for its own."""
     if cfg.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
@@ -141,21 +147,21 @@ def wrap(layer, cfg):
 
 
 @register_model_architecture("mixtape_transformer", "mixtape_transformer")
-def mixtape_transformer(args):
+def mixtape_transformer(args: Namespace) -> None:
     base_architecture(args)
 
 
 @register_model_architecture("mixtape_transformer", "mixtape_transformer_tiny")
-def mixtape_transformer_tiny(args):
+def mixtape_transformer_tiny(args: Namespace) -> None:
     tiny_architecture(args)
 
 
 @register_model_architecture("mixtape_transformer", "mixtape_transformer_iwslt")
-def mixtape_transformer_iwslt(args):
+def mixtape_transformer_iwslt(args: Namespace) -> None:
     transformer_iwslt_de_en(args)
 
 
-def wmt_big(args):
+def wmt_big(args: Namespace) -> None:
     """What the Mixtape paper's two translation models share (section 4.2, tensor2tensor's conventions)."""
     # K: 4 for Mixtape (section 3.2), 9 for the MoS it is compared with (Kong et al. 2018).
     args.output_layer = getattr(args, "output_layer", "mixtape")
@@ -175,7 +181,7 @@ def wmt_big(args):
 
 
 @register_model_architecture("mixtape_transformer", "mixtape_transformer_wmt_en_de_big")
-def mixtape_transformer_wmt_en_de_big(args):
+def mixtape_transformer_wmt_en_de_big(args: Namespace) -> None:
     args.encoder_embed_dim = getattr(args, "encoder_embed_dim", 1024)
     args.encoder_ffn_embed_dim = getattr(args, "encoder_ffn_embed_dim", 4096)
     args.dropout = getattr(args, "dropout", 0.3)
@@ -184,7 +190,7 @@ def mixtape_transformer_wmt_en_de_big(args):
 
 
 @register_model_architecture("mixtape_transformer", "mixtape_transformer_wmt_en_fr_big")
-def mixtape_transformer_wmt_en_fr_big(args):
+def mixtape_transformer_wmt_en_fr_big(args: Namespace) -> None:
     args.encoder_embed_dim = getattr(args, "encoder_embed_dim", 2048)
     args.encoder_ffn_embed_dim = getattr(args, "encoder_ffn_embed_dim", 8192)
     args.dropout = getattr(args, "dropout", 0.25)

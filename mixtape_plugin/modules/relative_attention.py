@@ -35,16 +35,16 @@ class RelativeMultiheadAttention(MultiheadAttention):
     def forward(
         self,
         query: Tensor,
-        key=None,
-        value=None,
-        key_padding_mask=None,
-        incremental_state=None,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        incremental_state: dict | None = None,
         need_weights: bool = True,
         static_kv: bool = False,
-        attn_mask=None,
+        attn_mask: Tensor | None = None,
         before_softmax: bool = False,
         need_head_weights: bool = False,
-    ):
+    ) -> tuple[Tensor, Tensor | None]:
         """Attention of ``query`` [T, B, D] to itself and, with an incremental state, to what came before it.
 
         Args:

@@ -30,7 +30,7 @@ class WeightDropLSTM(nn.Module):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(hidden_size**-0.5), hidden_size**-0.5)
 
-    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]):
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The outputs [B, T, H] for x [B, T, I], and the state (h, c), [B, H] each, after the last step."""
         weight_hh = F.dropout(self.weight_hh, self.weight_dropout, self.training)
         weights = [self.weight_ih, weight_hh, self.bias_ih, self.bias_hh]

@@ -9,6 +9,7 @@ import torch
 from fairseq.dataclass import FairseqDataclass
 from fairseq.optim import FairseqOptimizer, register_optimizer
 from omegaconf import II
+from torch import nn
 
 from mixtape_plugin.errors import check_values
 
@@ -49,13 +50,13 @@ class NTASGD(FairseqOptimizer):
 
     Needs ``--task bptt_language_modeling``, which says when an epoch begins and when a validation ends, and swaps the
     weights. fairseq-train ends its loop over epochs where :attr:`finished` is true
-    (:func:`~mixtape_plugin.fairseq_compat.end_training_that_is_finished`).
+    (:func:`~mixtape_plugin.fairseq_compat.training_loop.end_training_that_is_finished`).
 
     Raises:
         UserError: ``--nonmono`` below 1, ``--averaging-epoch``, ``--weight-decay`` or ``--lr`` below 0 or not finite.
     """
 
-    def __init__(self, cfg, params):
+    def __init__(self, cfg: NTASGDConfig, params: List[nn.Parameter]):
         super().__init__(cfg)
         check_values(
             cfg,
@@ -72,26 +73,26 @@ class NTASGD(FairseqOptimizer):
         self._raw = None
 
     @property
-    def optimizer_config(self):
+    def optimizer_config(self) -> dict:
         return {"lr": self.cfg.lr[0], "weight_decay": self.cfg.weight_decay}
 
     @property
-    def supports_flat_params(self):
+    def supports_flat_params(self) -> bool:
         return True
 
     @property
-    def phase(self):
+    def phase(self) -> str:
         """ "sgd" or "asgd"."""
         return "asgd" if isinstance(self._optimizer, torch.optim.ASGD) else "sgd"
 
-    def begin_epoch(self, epoch):
+    def begin_epoch(self, epoch: int) -> None:
         """Starts averaging if its time has come by ``--averaging-epoch``; epochs count from 1."""
         starts = self.cfg.averaging_epoch is not None and epoch > self.cfg.averaging_epoch
         if starts and self.phase == "sgd":
             logger.info(f"epoch {epoch}: averaged SGD from here on")
             self._start_averaging()
 
-    def end_epoch(self, valid_loss):
+    def end_epoch(self, valid_loss: float) -> None:
         """Takes an epoch's validation loss, in any unit, and starts averaging or ends the training if that is due."""
         n = self.cfg.nonmono
         if math.isnan(valid_loss):  # which is neither above nor below anything
@@ -141,7 +142,7 @@ class NTASGD(FairseqOptimizer):
         self._raw = None
         return True
 
-    def state_dict(self):
+    def state_dict(self) -> dict:
         return {
             "phase": self.phase,
             "optimizer": self._optimizer.state_dict(),
@@ -150,7 +151,7 @@ class NTASGD(FairseqOptimizer):
             "finished": self.finished,
         }
 
-    def load_state_dict(self, state_dict, optimizer_overrides=None):
+    def load_state_dict(self, state_dict: dict, optimizer_overrides: Optional[dict] = None) -> None:
         """Takes up a training where :meth:`state_dict` left it; the model holds the weights it held then."""
         if state_dict["phase"] == "asgd":
             self._start_averaging()

@@ -6,7 +6,11 @@
 A layer is one file, and one row of ``OUTPUT_LAYERS``.
 """
 
-from typing import Sequence, Type
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Sequence, Type
+
+from torch import nn
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.output_layers.base import MixtureLayer, OutputLayer
@@ -16,6 +20,9 @@ from mixtape_plugin.output_layers.mixture_of_contexts import MixtureOfContexts
 from mixtape_plugin.output_layers.mixture_of_softmaxes import MixtureOfSoftmaxes
 from mixtape_plugin.output_layers.monotone_softmax import GSS, PLIF, SigSoftmax
 from mixtape_plugin.output_layers.softmax import Softmax
+
+if TYPE_CHECKING:
+    from fairseq.data import Dictionary
 
 __all__ = [
     "OUTPUT_IMPLS",
@@ -48,7 +55,11 @@ def output_layer_class(name: str) -> Type[OutputLayer]:
 
 
 def build_output_layer(
-    config: OutputLayerConfig, feature_dim: int, vocab_size: int, tied_weight=None, masked_tokens: Sequence[int] = ()
+    config: OutputLayerConfig,
+    feature_dim: int,
+    vocab_size: int,
+    tied_weight: nn.Parameter | None = None,
+    masked_tokens: Sequence[int] = (),
 ) -> OutputLayer:
     """An output layer over features [..., D] and V tokens.
 
@@ -67,7 +78,7 @@ def build_output_layer(
     return layer_class(config, feature_dim, vocab_size, tied_weight, masked_tokens)
 
 
-def check_dictionary(config: OutputLayerConfig, dictionary) -> None:
+def check_dictionary(config: OutputLayerConfig, dictionary: Dictionary) -> None:
     """Refuses a dictionary that the layer cannot use: raises UserError, which names an option that helps.
 
     Args:

@@ -6,7 +6,7 @@ V vocabulary, S frequent tokens.
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import TYPE_CHECKING, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,10 @@ from mixtape_plugin.errors import UserError
 from mixtape_plugin.kernels.common import Smoothing
 from mixtape_plugin.kernels.precision import at_least_float32
 from mixtape_plugin.modules.locked_dropout import locked_dropout
+from mixtape_plugin.output_layers.config import OutputLayerConfig
+
+if TYPE_CHECKING:
+    from fairseq.data import Dictionary
 
 # Scores held at once by the eager loss: 1 GiB in float32. A loss over more of them goes through them in chunks.
 MAX_SCORES = 2**28
@@ -30,7 +34,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     vocabulary_mask: Tensor | None = None,
-):
+) -> tuple[Tensor, Tensor]:
     """Label-smoothed cross entropy and negative log-likelihood, each summed over the targets, in nats.
 
     loss = (1 − ε − ε/(V−1)) · nll + ε/(V−1) · Σ_x −log p(x), the smoothing of fairseq's
@@ -88,7 +92,7 @@ class OutputLayer(nn.Module):
 
     def __init__(
         self,
-        config,
+        config: OutputLayerConfig,
         feature_dim: int,
         vocab_size: int,
         tied_weight: nn.Parameter | None = None,
@@ -130,7 +134,7 @@ class OutputLayer(nn.Module):
         return cls.fused_loss is not OutputLayer.fused_loss
 
     @classmethod
-    def check_dictionary(cls, config, dictionary) -> None:
+    def check_dictionary(cls, config: OutputLayerConfig, dictionary: Dictionary) -> None:
         """Raises UserError for a fairseq dictionary that the layer cannot use."""
 
     @property
@@ -180,7 +184,9 @@ class OutputLayer(nn.Module):
         scores = self(features)
         return F.log_softmax(scores, dim=-1, dtype=at_least_float32(scores.dtype))
 
-    def loss(self, features: Tensor, target: Tensor, *, label_smoothing: float = 0.0, ignore_index: int = -100):
+    def loss(
+        self, features: Tensor, target: Tensor, *, label_smoothing: float = 0.0, ignore_index: int = -100
+    ) -> tuple[Tensor, Tensor]:
         """Training loss and negative log-likelihood, each summed over the targets, in nats.
 
         Args:
@@ -206,7 +212,9 @@ class OutputLayer(nn.Module):
             features, index = rows(features, leading, index), None
         return self.fused_loss(features, target, index, smoothing)
 
-    def fused_loss(self, features: Tensor, target: Tensor, index: Tensor | None, smoothing: Smoothing):
+    def fused_loss(
+        self, features: Tensor, target: Tensor, index: Tensor | None, smoothing: Smoothing
+    ) -> tuple[Tensor, Tensor]:
         """:meth:`loss` by one of :mod:`mixtape_plugin.kernels`; for layers that have none, ``auto`` is eager.
 
         Args:
@@ -216,7 +224,9 @@ class OutputLayer(nn.Module):
         """
         raise NotImplementedError(f"--output-layer {self.config.output_layer} has no fused loss")
 
-    def eager_loss(self, features: Tensor, target: Tensor, label_smoothing: float, ignore_index: int):
+    def eager_loss(
+        self, features: Tensor, target: Tensor, label_smoothing: float, ignore_index: int
+    ) -> tuple[Tensor, Tensor]:
         """:meth:`loss` as the formula has it.
 
         Where all scores together would be more than ``MAX_SCORES``, chunks of contexts are gone through one by one
@@ -266,7 +276,14 @@ class MixtureLayer(OutputLayer):
     has_components = True
     has_projection = True
 
-    def __init__(self, config, feature_dim, vocab_size, tied_weight=None, masked_tokens=()):
+    def __init__(
+        self,
+        config: OutputLayerConfig,
+        feature_dim: int,
+        vocab_size: int,
+        tied_weight: nn.Parameter | None = None,
+        masked_tokens: Sequence[int] = (),
+    ):
         super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
         self.num_components = config.num_components
         self.context = nn.Linear(feature_dim, self.num_components * self.embed_dim)
@@ -291,7 +308,7 @@ def rows(tensor: Tensor, leading: torch.Size, index: Tensor | None = None) -> Te
     return tensor if index is None else tensor.index_select(0, index)
 
 
-def embedding_width(config, feature_dim: int, tied_weight: Tensor | None) -> int:
+def embedding_width(config: OutputLayerConfig, feature_dim: int, tied_weight: Tensor | None) -> int:
     """E: of the tied embedding, as asked for, or D."""
     if tied_weight is None:
         return config.output_embed_dim or feature_dim

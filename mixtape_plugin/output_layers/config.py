@@ -61,7 +61,7 @@ class OutputLayerConfig:
     )
 
     @classmethod
-    def from_args(cls, args):
+    def from_args(cls, args: object) -> "OutputLayerConfig":
         """The output layer's options out of a model's (a Namespace or a config), defaults where they are missing."""
         return cls(**{name: getattr(args, name) for name in cls.__dataclass_fields__ if hasattr(args, name)})
 

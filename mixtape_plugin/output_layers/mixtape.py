@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import TYPE_CHECKING, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.kernels.common import Smoothing
 from mixtape_plugin.kernels.mixtape import mixtape_loss, mixtape_scores
 from mixtape_plugin.kernels.sigmoid_tree import nodes_bottom_up
 from mixtape_plugin.output_layers.base import MixtureLayer, rows
+from mixtape_plugin.output_layers.config import OutputLayerConfig
+
+if TYPE_CHECKING:
+    from fairseq.data import Dictionary
 
 
 def sigmoid_tree(gates: Sequence[Tensor], leaves: Sequence[Tensor]) -> Tensor:
@@ -59,7 +64,14 @@ class Mixtape(MixtureLayer):
     token_parameters = ("weight", "bias", "gate_embedding", "gate_bias")
     variants = {"no-sharing": {"frequent_ratio": 1.0}}
 
-    def __init__(self, config, feature_dim, vocab_size, tied_weight=None, masked_tokens=()):
+    def __init__(
+        self,
+        config: OutputLayerConfig,
+        feature_dim: int,
+        vocab_size: int,
+        tied_weight: nn.Parameter | None = None,
+        masked_tokens: Sequence[int] = (),
+    ):
         super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
         if self.num_components < 2:
             raise UserError(f"--num-components {self.num_components} is too few for --output-layer mixtape: at least 2")
@@ -89,7 +101,7 @@ class Mixtape(MixtureLayer):
         return scores + contexts + gates
 
     @classmethod
-    def check_dictionary(cls, config, dictionary) -> None:
+    def check_dictionary(cls, config: OutputLayerConfig, dictionary: Dictionary) -> None:
         """With r < 1 counts must be in descending order and not all equal: the frequent tokens are the first ids."""
         if config.frequent_ratio == 1:
             return
@@ -122,7 +134,7 @@ class Mixtape(MixtureLayer):
         hidden = F.dropout(hidden, self.config.gate_dropout, self.training)
         return hidden.unflatten(-1, (self.num_gates, self.config.gate_dim))
 
-    def gates(self, features: Tensor):
+    def gates(self, features: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The K−1 gates γ of the frequent tokens, [..., S] each, and of all others, [..., 1] each."""
         hidden = self.gate_contexts(features).unbind(-2)
         shared = self.gate_shared(features).split(1, dim=-1)
@@ -151,14 +163,16 @@ class Mixtape(MixtureLayer):
         rare = F.linear(sigmoid_tree(shared_gates, contexts), rare_weight, rare_bias)
         return torch.cat([frequent, rare], dim=-1)
 
-    def fused_loss(self, features, target, index, smoothing):
+    def fused_loss(
+        self, features: Tensor, target: Tensor, index: Tensor | None, smoothing: Smoothing
+    ) -> tuple[Tensor, Tensor]:
         factors = [rows(tensor, features.shape[:-1], index) for tensor in self.factors(features)]
         return mixtape_loss(
             *factors, self.weight, self.gate_weight, self.logit_bias, target, self.noise, smoothing,
             self.vocabulary_mask,
         )  # fmt: skip
 
-    def factors(self, features: Tensor):
+    def factors(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What scores are products of, for :mod:`mixtape_plugin.kernels.mixtape`: the h_k [..., K, E], the priors that
         the rare tokens share, [..., K], and [..., K−1, d2 + K], which times :attr:`gate_weight` are gate logits.
         """

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mixtape_plugin.kernels.common import Smoothing
 from mixtape_plugin.kernels.softmax import softmax_loss
 from mixtape_plugin.output_layers.base import MixtureLayer, rows
+from mixtape_plugin.output_layers.config import OutputLayerConfig
 
 
 class MixtureOfContexts(MixtureLayer):
@@ -19,7 +23,14 @@ class MixtureOfContexts(MixtureLayer):
 
     label = "MoC"
 
-    def __init__(self, config, feature_dim, vocab_size, tied_weight=None, masked_tokens=()):
+    def __init__(
+        self,
+        config: OutputLayerConfig,
+        feature_dim: int,
+        vocab_size: int,
+        tied_weight: nn.Parameter | None = None,
+        masked_tokens: Sequence[int] = (),
+    ):
         super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
         self.prior = nn.Linear(feature_dim, self.num_components, bias=False)
 
@@ -39,6 +50,8 @@ class MixtureOfContexts(MixtureLayer):
     def forward(self, features: Tensor) -> Tensor:
         return F.linear(self.mixed_context(features), self.weight, self.logit_bias)
 
-    def fused_loss(self, features, target, index, smoothing):
+    def fused_loss(
+        self, features: Tensor, target: Tensor, index: Tensor | None, smoothing: Smoothing
+    ) -> tuple[Tensor, Tensor]:
         context = rows(self.mixed_context(features), features.shape[:-1], index)
         return softmax_loss(context, self.weight, self.logit_bias, target, smoothing, self.vocabulary_mask)

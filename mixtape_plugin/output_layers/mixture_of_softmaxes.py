@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mixtape_plugin.kernels.common import Smoothing
 from mixtape_plugin.kernels.mixture_of_softmaxes import mixture_of_softmaxes_log_probs, mixture_of_softmaxes_loss
 from mixtape_plugin.kernels.precision import at_least_float32
 from mixtape_plugin.output_layers.base import MixtureLayer, rows
+from mixtape_plugin.output_layers.config import OutputLayerConfig
 
 
 class MixtureOfSoftmaxes(MixtureLayer):
@@ -24,7 +28,14 @@ class MixtureOfSoftmaxes(MixtureLayer):
 
     label = "MoS"
 
-    def __init__(self, config, feature_dim, vocab_size, tied_weight=None, masked_tokens=()):
+    def __init__(
+        self,
+        config: OutputLayerConfig,
+        feature_dim: int,
+        vocab_size: int,
+        tied_weight: nn.Parameter | None = None,
+        masked_tokens: Sequence[int] = (),
+    ):
         super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
         self.prior = nn.Linear(feature_dim, self.num_components, bias=False)
 
@@ -61,7 +72,9 @@ class MixtureOfSoftmaxes(MixtureLayer):
     def log_probs(self, features: Tensor) -> Tensor:
         return self(features)
 
-    def fused_loss(self, features, target, index, smoothing):
+    def fused_loss(
+        self, features: Tensor, target: Tensor, index: Tensor | None, smoothing: Smoothing
+    ) -> tuple[Tensor, Tensor]:
         contexts = rows(self.context_vectors(features), features.shape[:-1], index)
         prior = rows(self.prior(features), features.shape[:-1], index)
         return mixture_of_softmaxes_loss(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mixtape_plugin.kernels.common import Smoothing
 from mixtape_plugin.kernels.curves import Curve, GeneralizedSigSoftmax, PiecewiseLinear
 from mixtape_plugin.kernels.precision import at_least_float32
 from mixtape_plugin.kernels.softmax import softmax_loss
 from mixtape_plugin.output_layers.base import OutputLayer, rows
+from mixtape_plugin.output_layers.config import OutputLayerConfig
 
 
 class MonotoneSoftmax(OutputLayer):
@@ -38,7 +41,9 @@ class MonotoneSoftmax(OutputLayer):
         values = self.curve().value(scores.to(at_least_float32(scores.dtype)))
         return values if self.vocabulary_mask is None else values.masked_fill(self.vocabulary_mask, -torch.inf)
 
-    def fused_loss(self, features, target, index, smoothing):
+    def fused_loss(
+        self, features: Tensor, target: Tensor, index: Tensor | None, smoothing: Smoothing
+    ) -> tuple[Tensor, Tensor]:
         context = self.scaled(rows(features, features.shape[:-1], index))
         return softmax_loss(context, self.weight, self.bias, target, smoothing, self.vocabulary_mask, self.curve())
 
@@ -77,7 +82,14 @@ class PLIF(MonotoneSoftmax):
     label = "LMS-PLIF"
     variants = {"frozen": {"freeze_plif": True}}
 
-    def __init__(self, config, feature_dim, vocab_size, tied_weight=None, masked_tokens=()):
+    def __init__(
+        self,
+        config: OutputLayerConfig,
+        feature_dim: int,
+        vocab_size: int,
+        tied_weight: nn.Parameter | None = None,
+        masked_tokens: Sequence[int] = (),
+    ):
         super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
         self.slopes_raw = nn.Parameter(torch.empty(config.plif_pieces), requires_grad=not config.freeze_plif)
         nn.init.normal_(self.slopes_raw, math.log(math.e - 1), config.plif_init_std)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from mixtape_plugin.kernels.common import Smoothing
 from mixtape_plugin.kernels.softmax import softmax_loss
 from mixtape_plugin.output_layers.base import OutputLayer, rows
 
@@ -28,6 +29,8 @@ class Softmax(OutputLayer):
     def forward(self, features: Tensor) -> Tensor:
         return F.linear(self.scaled(features), self.weight, self.logit_bias)
 
-    def fused_loss(self, features, target, index, smoothing):
+    def fused_loss(
+        self, features: Tensor, target: Tensor, index: Tensor | None, smoothing: Smoothing
+    ) -> tuple[Tensor, Tensor]:
         context = self.scaled(rows(features, features.shape[:-1], index))
         return softmax_loss(context, self.weight, self.logit_bias, target, smoothing, self.vocabulary_mask)

@@ -5,17 +5,21 @@ import math
 import os
 from argparse import Namespace
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Iterator, List, Optional, Tuple, Union
 
 import torch
 from fairseq import utils
-from fairseq.data import data_utils, iterators
+from fairseq.criterions import FairseqCriterion
+from fairseq.data import Dictionary, FairseqDataset, data_utils, iterators
 from fairseq.data.indexed_dataset import get_available_dataset_impl
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.distributed import utils as distributed_utils
+from fairseq.models import BaseFairseqModel
+from fairseq.optim import FairseqOptimizer
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingTask
-from omegaconf import II
+from omegaconf import II, DictConfig
+from torch import Tensor
 
 from mixtape_plugin.data.bptt_dataset import BpttDataset, TokenStream, draw_segment_lengths
 from mixtape_plugin.errors import AFTER_DIVERGENCE, UserError, check_values
@@ -54,7 +58,7 @@ class BpttLanguageModelingConfig(FairseqDataclass):
     dataset_impl: Optional[ChoiceEnum(get_available_dataset_impl())] = II("dataset.dataset_impl")
 
 
-def check_options(args):
+def check_options(args: BpttLanguageModelingConfig) -> None:
     """Raises UserError for the first option whose value is not allowed."""
     allowed = {
         "tokens_per_sample": (args.tokens_per_sample >= 1, "at least 1"),
@@ -91,7 +95,13 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             checkpoint of another dictionary or ``--remove-eos``; a loss that is not finite, in training or validation.
     """
 
-    def __init__(self, args, dictionary, output_dictionary=None, targets=None):
+    def __init__(
+        self,
+        args: BpttLanguageModelingConfig,
+        dictionary: Dictionary,
+        output_dictionary: Optional[Dictionary] = None,
+        targets: Optional[List[str]] = None,
+    ):
         super().__init__(args, dictionary, output_dictionary, targets)
         check_options(args)
         self.masked_tokens = tuple(
@@ -109,7 +119,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
         self.restored_states = None
 
     @classmethod
-    def setup_task(cls, args, **kwargs):
+    def setup_task(cls, args: BpttLanguageModelingConfig, **kwargs) -> "BpttLanguageModelingTask":
         for path in utils.split_paths(args.data or ""):
             if not os.path.isdir(path):
                 raise UserError(f"data folder {path} does not exist: give the one that fairseq-preprocess wrote")
@@ -119,7 +129,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
 
     # ------------------------------------------------------------------------------------------------- model
 
-    def build_model(self, args, from_checkpoint=False):
+    def build_model(self, args: Union[Namespace, DictConfig], from_checkpoint: bool = False) -> BaseFairseqModel:
         """Builds the model, and keeps with its options what a checkpoint must agree with this task in.
 
         The model checks its vocabulary once more when parameters are loaded; here it comes before all other checks.
@@ -136,7 +146,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             args.vocabulary_digest, args.masked_tokens = digest, list(self.masked_tokens)
         return super().build_model(args, from_checkpoint)
 
-    def build_criterion(self, cfg, *args, **kwargs):
+    def build_criterion(self, cfg: DictConfig, *args, **kwargs) -> FairseqCriterion:
         if cfg._name == "label_smoothed_cross_entropy" and cfg.label_smoothing > 0:
             raise UserError(
                 f"--label-smoothing {cfg.label_smoothing} of --criterion label_smoothed_cross_entropy gives mass to "
@@ -146,7 +156,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
 
     # -------------------------------------------------------------------------------------------------- data
 
-    def load_dataset(self, split, epoch=1, combine=False, **kwargs):
+    def load_dataset(self, split: str, epoch: int = 1, combine: bool = False, **kwargs) -> None:
         """Loads a split as one stream; of several data folders the training text is in that of the epoch."""
         paths = utils.split_paths(self.args.data)
         folder = paths[(epoch - 1) % len(paths)] if split == self.args.train_subset else paths[0]
@@ -171,9 +181,18 @@ class BpttLanguageModelingTask(LanguageModelingTask):
         self.datasets[split] = TokenStream(tokens, self.dictionary.eos(), self.dictionary.pad(), split)
 
     def get_batch_iterator(
-        self, dataset, max_tokens=None, max_sentences=None, seed=1, num_shards=1, shard_id=0, num_workers=0, epoch=1,
-        data_buffer_size=0, **kwargs,
-    ):  # fmt: skip
+        self,
+        dataset: FairseqDataset,
+        max_tokens: Optional[int] = None,
+        max_sentences: Optional[int] = None,
+        seed: int = 1,
+        num_shards: int = 1,
+        shard_id: int = 0,
+        num_workers: int = 0,
+        epoch: int = 1,
+        data_buffer_size: int = 0,
+        **kwargs,
+    ) -> iterators.EpochBatchIterating:
         """The segments of a text in order; for anything but a text (a prompt to continue) fairseq's own iterator."""
         if not isinstance(dataset, TokenStream):
             return super().get_batch_iterator(
@@ -210,14 +229,21 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             disable_shuffling=True,
         )
 
-    def eval_lm_dataloader(self, dataset, batch_size=None, context_window=0, max_positions=None, **kwargs):
+    def eval_lm_dataloader(
+        self,
+        dataset: FairseqDataset,
+        batch_size: Optional[int] = None,
+        context_window: int = 0,
+        max_positions: Optional[int] = None,
+        **kwargs,
+    ) -> Iterator:
         if context_window > 0:
             raise UserError(f"--context-window {context_window} is not allowed: the hidden state is the context, 0")
         return self.get_batch_iterator(dataset, max_sentences=batch_size or 1, **kwargs).next_epoch_itr(shuffle=False)
 
     # ---------------------------------------------------------------------------------------------- training
 
-    def begin_epoch(self, epoch, model):
+    def begin_epoch(self, epoch: int, model: BaseFairseqModel) -> None:
         self.epoch = epoch
         if self.restored_states is not None:
             like = next(model.parameters())
@@ -225,7 +251,15 @@ class BpttLanguageModelingTask(LanguageModelingTask):
                 model.decoder.states[stream] = [tuple(part.to(like) for part in state) for state in states]
             self.restored_states = None
 
-    def train_step(self, sample, model, criterion, optimizer, update_num, ignore_grad=False):
+    def train_step(
+        self,
+        sample: dict,
+        model: BaseFairseqModel,
+        criterion: FairseqCriterion,
+        optimizer: FairseqOptimizer,
+        update_num: int,
+        ignore_grad: bool = False,
+    ) -> Tuple[Tensor, int, dict]:
         """fairseq's, for ``--small-batch-size`` columns after the other."""
         self.optimizer = optimizer
         swap_weights(optimizer, average=False)
@@ -247,7 +281,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             )
         return loss, sample_size, logging_output
 
-    def small_batches(self, sample):
+    def small_batches(self, sample: dict) -> List[dict]:
         """The columns of a segment in turn, each with a hidden state of its own."""
         size = self.args.small_batch_size
         columns = sample["nsentences"]
@@ -267,18 +301,18 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             parts.append({**sample, **sizes, "net_input": net_input, "target": target})
         return parts
 
-    def optimizer_step(self, optimizer, model, update_num):
+    def optimizer_step(self, optimizer: FairseqOptimizer, model: BaseFairseqModel, update_num: int) -> None:
         lr = optimizer.get_lr()
         optimizer.set_lr(lr * sum(self.lr_scales) / len(self.lr_scales))
         optimizer.step()
         optimizer.set_lr(lr)
 
-    def begin_valid_epoch(self, epoch, model):
+    def begin_valid_epoch(self, epoch: int, model: BaseFairseqModel) -> None:
         self.validations = 0
         if self.optimizer is not None:
             swap_weights(self.optimizer, average=True)
 
-    def post_validate(self, model, stats, agg):
+    def post_validate(self, model: BaseFairseqModel, stats: dict, agg: dict) -> None:
         """Hands the validation loss of an epoch's end, on the first of ``--valid-subset``, to the optimizer.
 
         Raises UserError for one that is not finite, before fairseq saves such a model over the last good one.
@@ -293,8 +327,8 @@ class BpttLanguageModelingTask(LanguageModelingTask):
 
     # ------------------------------------------------------------------------------------------- checkpoints
 
-    def begin_save(self, model, optimizer):
-        """What every process does before the first one saves (fairseq_compat.prepare_every_process_for_a_checkpoint).
+    def begin_save(self, model: BaseFairseqModel, optimizer: FairseqOptimizer) -> None:
+        """What every process does before the first one saves (``fairseq_compat.training_loop``).
 
         Puts the average of ``nt_asgd`` into the model, validated or not, and collects the hidden states of all.
         """
@@ -308,7 +342,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             group = distributed_utils.get_data_parallel_group()
             torch.distributed.all_gather_object(self.states_of_all, self.states_of_all[0], group=group)
 
-    def training_states(self, model):
+    def training_states(self, model: BaseFairseqModel) -> dict:
         names = (self.args.train_subset, f"{self.args.train_subset}:")
         return {
             stream: [tuple(part.cpu() for part in state) for state in states]
@@ -316,10 +350,10 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             if stream == names[0] or stream.startswith(names[1])
         }
 
-    def get_checkpoint_dict(self):
+    def get_checkpoint_dict(self) -> dict:
         return {type(self).__name__: {"hidden_states": self.states_of_all}}
 
-    def set_checkpoint_dict(self, state_dict):
+    def set_checkpoint_dict(self, state_dict: dict) -> None:
         states = state_dict["hidden_states"]
         if not states:
             return

@@ -50,7 +50,7 @@ def text(tmp_path_factory):
 def lm_args(data, save_dir, *more):
     """A small training: 4 columns, epochs of 450 steps in segments of about 35."""
     folders = [data, "--save-dir", save_dir, "--user-dir", USER_DIR, "--task", "bptt_language_modeling"]
-    model = "--arch awd_lstm_lm --embed-dim 8 --hidden-sizes 12,10 --gate-dim 5 --gate-noise 0"
+    model = "--arch awd_lstm_lm --embed-dim 8 --hidden-sizes 12,10 --gate-dim 5 --gate-noise 0 --frequent-ratio 0.5"
     training = "--criterion awd_lstm_cross_entropy --optimizer nt_asgd --lr 5 --clip-norm 0.25 --weight-decay 1e-5"
     batches = "--batch-size 4 --batch-size-valid 3 --tokens-per-sample 35"
     logs = "--log-format json --log-interval 1 --cpu --num-workers 0"

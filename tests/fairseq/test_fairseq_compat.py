@@ -24,17 +24,18 @@ from omegaconf import OmegaConf
 import mixtape_plugin
 from mixtape_plugin import errors, fairseq_compat
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.fairseq_compat import checkpoints, safe_globals
 
 USER_DIR = os.path.dirname(mixtape_plugin.__file__)
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
 ENVIRONMENT.pop(errors.FULL_TRACEBACK, None)
-by_allow_list = pytest.mark.skipif(not fairseq_compat.loads_weights_only(), reason="torch < 2.6 has no allow-list")
+by_allow_list = pytest.mark.skipif(not checkpoints.loads_weights_only(), reason="torch < 2.6 has no allow-list")
 
 
-@pytest.fixture(autouse=not fairseq_compat.loads_weights_only())
+@pytest.fixture(autouse=not checkpoints.loads_weights_only())
 def trust_checkpoints(monkeypatch):
     """With older torch, the tests about other matters load their own checkpoints."""
-    monkeypatch.setenv(fairseq_compat.TRUST_CHECKPOINTS, "1")
+    monkeypatch.setenv(checkpoints.TRUST_CHECKPOINTS, "1")
 
 
 def run_command(name, *args):
@@ -212,8 +213,8 @@ def test_arrays_of_a_checkpoint_cannot_take_its_bytes_for_objects(tmp_path):
             continue
         assert not isinstance(content, np.ndarray) or (content.size == 0 and content.dtype == float), name
     with pytest.raises(pickle.UnpicklingError):
-        fairseq_compat._CheckpointArray().__setstate__(objects)
-    number = fairseq_compat._CheckpointDtype("i8")
+        safe_globals._CheckpointArray().__setstate__(objects)
+    number = safe_globals._CheckpointDtype("i8")
     number.__setstate__(record)
     assert number.dtype == np.dtype("i8") and number.dtype.fields is None
 
@@ -244,11 +245,11 @@ def test_damaged_checkpoint_is_named(tmp_path, content):
 
 def test_old_torch_loads_only_for_those_who_trust(tmp_path, monkeypatch):
     path = save(1, tmp_path / "any.pt")
-    monkeypatch.setattr(fairseq_compat, "loads_weights_only", lambda: False)
-    monkeypatch.delenv(fairseq_compat.TRUST_CHECKPOINTS, raising=False)
+    monkeypatch.setattr(checkpoints, "loads_weights_only", lambda: False)
+    monkeypatch.delenv(checkpoints.TRUST_CHECKPOINTS, raising=False)
     with pytest.raises(UserError, match="MIXTAPE_TRUST_CHECKPOINTS=1"):
         load(path)
-    monkeypatch.setenv(fairseq_compat.TRUST_CHECKPOINTS, "1")
+    monkeypatch.setenv(checkpoints.TRUST_CHECKPOINTS, "1")
     assert load_content(path) == 1
 
 

@@ -238,7 +238,7 @@ def text(corpus, tmp_path_factory):
 
 
 def language_model_args(text, folder, *more):
-    model = "--arch awd_lstm_lm --embed-dim 16 --hidden-sizes 24,16 --gate-dim 8 --context-dropout 0"
+    model = "--arch awd_lstm_lm --embed-dim 16 --hidden-sizes 24,16 --gate-dim 8 --frequent-ratio 0.5"
     training = "--task bptt_language_modeling --tokens-per-sample 10 --batch-size 8 --criterion awd_lstm_cross_entropy"
     return [text, "--user-dir", USER_DIR, "--save-dir", folder, *f"{model} {training} --cpu".split(), *more]
 

@@ -94,6 +94,7 @@ def train(folder, *options):
     prefixes = [f"--{name}pref={folder}/{name}" for name in ("train", "valid", "test")]
     run("preprocess", "--only-source", "--padding-factor", 1, "--destdir", data, *prefixes)
     model = "--arch awd_lstm_lm --embed-dim 8 --hidden-sizes 12,8 --num-components 2 --gate-dim 4 --context-dropout 0.1"
+    model += " --frequent-ratio 0.5"
     training = "--task bptt_language_modeling --tokens-per-sample 20 --batch-size 10 --batch-size-valid 5 --max-epoch 6"
     step = "--criterion awd_lstm_cross_entropy --optimizer adam --lr 2e-2 --clip-norm 0.25"
     logs = "--no-epoch-checkpoints --disable-validation --cpu --num-workers 0 --no-progress-bar"

@@ -13,9 +13,11 @@ import reference_lm
 import torch
 import torch.nn.functional as F
 from conftest import make_dictionary
+from fairseq import models as fairseq_models
 from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.logging import metrics
 from fairseq.models import ARCH_CONFIG_REGISTRY
+from omegaconf import OmegaConf
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.models.awd_lstm_lm import AWDLSTMLanguageModel
@@ -48,7 +50,8 @@ def build(output_layer="softmax", command="", vocab_size=V, masked_tokens=(), **
     options = f"--output-layer {output_layer}".split()
     sizes = [*HIDDEN[:-1], HIDDEN[-1] if OUTPUT_LAYERS[output_layer].has_projection else E]
     options += ["--embed-dim", str(E), "--hidden-sizes", ",".join(map(str, sizes)), "--gate-dim", "3"]
-    options += "--gate-noise 0 --gate-dropout 0 --num-components 3 --plif-pieces 9 --plif-range 3".split()
+    options += "--gate-noise 0 --gate-dropout 0 --frequent-ratio 0.5 --num-components 3".split()
+    options += "--plif-pieces 9 --plif-range 3".split()
     for name in DROPOUTS:
         options += ["--dropout" if name == "dropout" else f"--{name}-dropout", str(dropout.get(name, 0.0))]
     args = parser.parse_args([*options, *command.split()])
@@ -88,6 +91,42 @@ def weighted(features):
 
 def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+
+
+# ------------------------------------------------------------------------------------------- the bare architecture
+
+
+def gates_of(args):
+    """(r, weight norm) of what fairseq builds out of these options, as it does in training and on loading."""
+    config = fairseq_models.build_model(args, build_task(vocab_size=50)).decoder.output_projection.config
+    return config.frequent_ratio, config.gate_weight_norm
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ("", (0.1, True)),
+        ("--frequent-ratio 0.5", (0.5, True)),
+        ("--gate-weight-norm", (0.1, True)),
+        ("--no-gate-weight-norm", (0.1, False)),
+        ("--frequent-ratio 1 --no-gate-weight-norm", (1.0, False)),
+    ],
+)
+@pytest.mark.parametrize("arch", ["awd_lstm_lm", "awd_lstm_lm_ptb_mixtape"])
+def test_mixtape_has_the_gates_of_the_papers_language_models(arch, options, expected):
+    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
+    AWDLSTMLanguageModel.add_args(parser)
+    args = parser.parse_args(["--output-layer", "mixtape", "--embed-dim", "4", "--hidden-sizes", "4", *options.split()])
+    args.arch = arch
+    assert gates_of(args) == expected
+
+
+def test_checkpoints_of_the_older_default_stay_as_they_were():
+    """Those of fairseq-train hold r = .5 and no weight norm; those of fairseq-hydra-train only what was given."""
+    older = {"output_layer": "mixtape", "embed_dim": 4, "hidden_sizes": "4"}
+    of_train = argparse.Namespace(**older, arch="awd_lstm_lm", frequent_ratio=0.5, gate_weight_norm=False)
+    of_hydra = OmegaConf.create({**older, "_name": "awd_lstm_lm"})
+    assert gates_of(of_train) == gates_of(of_hydra) == (0.5, False)
 
 
 # --------------------------------------------------------------------------------------------------- evaluation

@@ -1,0 +1,41 @@
+"""Every repair of the installed fairseq, each with its reason; each does nothing where it is not needed.
+
+:func:`mixtape_plugin.register` calls :func:`apply` first. Warnings printed before that cannot be silenced.
+"""
+
+from __future__ import annotations
+
+from mixtape_plugin.fairseq_compat.checkpoints import (
+    broadcast_plain_options,
+    explain_checkpoints_that_do_not_fit,
+    load_checkpoints_safely,
+)
+from mixtape_plugin.fairseq_compat.data import keep_last_batch, provide_removed_numpy_names, refuse_broken_data
+from mixtape_plugin.fairseq_compat.half_precision import keep_float32_weights_in_checkpoints, train_bf16_without_xla
+from mixtape_plugin.fairseq_compat.parameter_groups import heed_optim_overrides
+from mixtape_plugin.fairseq_compat.training_loop import (
+    end_training_that_is_finished,
+    name_the_update_that_diverged,
+    prepare_every_process_for_a_checkpoint,
+)
+from mixtape_plugin.fairseq_compat.warning_filters import silence_known_deprecations
+
+
+def apply() -> None:
+    """Make every repair that the installed fairseq needs; calling it again changes nothing."""
+    if getattr(apply, "done", False):
+        return
+    apply.done = True
+    silence_known_deprecations()
+    provide_removed_numpy_names()
+    keep_last_batch()
+    load_checkpoints_safely()
+    explain_checkpoints_that_do_not_fit()
+    broadcast_plain_options()
+    refuse_broken_data()
+    train_bf16_without_xla()
+    name_the_update_that_diverged()
+    keep_float32_weights_in_checkpoints()
+    heed_optim_overrides()
+    prepare_every_process_for_a_checkpoint()
+    end_training_that_is_finished()

@@ -1,0 +1,116 @@
+"""Loading checkpoints: none may run code, and one that is refused is named with the reason."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+
+import torch
+from fairseq import checkpoint_utils
+from fairseq.distributed import utils as distributed_utils
+from fairseq.trainer import Trainer
+from omegaconf import OmegaConf
+
+from mixtape_plugin.damaged_files import check_weights, explain_misfit, explain_resume, unreadable_checkpoint
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.fairseq_compat.patching import replace
+from mixtape_plugin.fairseq_compat.safe_globals import SAFE_GLOBALS
+
+TRUST_CHECKPOINTS = "MIXTAPE_TRUST_CHECKPOINTS"
+
+
+def loads_weights_only() -> bool:
+    """Whether torch.load takes tensors and an allow-list by default (torch 2.6), and never runs a pickle."""
+    return tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2]) >= (2, 6)
+
+
+def load_checkpoints_safely() -> None:
+    """Load checkpoints by allow-list, and say in one sentence why one is refused.
+
+    torch 2.6 and later load with weights_only=True, but fairseq's own checkpoints hold a few more classes
+    (`SAFE_GLOBALS`). Older torch runs any pickle: there a checkpoint is loaded only for a user who sets
+    MIXTAPE_TRUST_CHECKPOINTS=1. The allow-list guards the reading of the file, not what fairseq then does with the
+    options in it: `fconv`, say, and the character embeddings of `transformer_lm` evaluate some as Python.
+    """
+    if loads_weights_only():
+        torch.serialization.add_safe_globals(SAFE_GLOBALS)
+
+    def explain_refusal(load):
+        def load_or_explain(path, *args, **kwargs):
+            if not loads_weights_only() and os.environ.get(TRUST_CHECKPOINTS) != "1":
+                raise UserError(
+                    f"checkpoint {path} is not loaded, because torch {torch.__version__} would run any code in it: "
+                    f"use torch 2.6 or later, or set {TRUST_CHECKPOINTS}=1 if you trust every checkpoint you load"
+                )
+            try:
+                state = load(path, *args, **kwargs)
+            except (UserError, FileNotFoundError, PermissionError, MemoryError):
+                raise
+            except pickle.UnpicklingError as error:
+                found = re.search(r"GLOBAL ([\w.]+(\([^)]*\))?)|function (<.*?>)", str(error))
+                if found:
+                    raise UserError(
+                        f"checkpoint {path} is not loaded: it holds a pickled {found[1] or found[3]}, which is not on "
+                        "the list of classes that a fairseq checkpoint needs, and unpickling it could run code"
+                    ) from error
+                raise unreadable_checkpoint(path) from error
+            except Exception as error:  # whatever torch's reader, and fairseq after it, come to think of
+                raise unreadable_checkpoint(path) from error
+            check_weights(path, state)
+            return state
+
+        return load_or_explain
+
+    for name in ("load_checkpoint_to_cpu", "load_ema_from_checkpoint"):
+        if hasattr(checkpoint_utils, name):
+            replace(checkpoint_utils, name, explain_refusal)
+
+
+def explain_checkpoints_that_do_not_fit() -> None:
+    """Name the checkpoint, and what differs, where it does not fit the model or the training.
+
+    fairseq asks to "ensure that the architectures match", at the end of two tracebacks.
+    """
+
+    def resume(load_checkpoint):
+        def resume_or_explain(self, filename, *args, **kwargs):
+            try:
+                return load_checkpoint(self, filename, *args, **kwargs)
+            except Exception as error:
+                explain_resume(filename, error)
+                raise
+
+        return resume_or_explain
+
+    def evaluate(load_model_ensemble_and_task):
+        def load_or_explain(filenames, *args, **kwargs):
+            try:
+                return load_model_ensemble_and_task(filenames, *args, **kwargs)
+            except Exception as error:
+                explain_misfit(" or ".join(filenames), error)
+                raise
+
+        return load_or_explain
+
+    replace(Trainer, "load_checkpoint", resume)
+    replace(checkpoint_utils, "load_model_ensemble_and_task", evaluate)
+
+
+def broadcast_plain_options() -> None:
+    """Hand a checkpoint's options to the other processes as plain Python, as they are in the file.
+
+    On a resume, rank 0 sends what it loaded through torch.save and torch.load. fairseq has made an omegaconf tree
+    of the options by then, which the allow-list does not hold; the other ranks do not read them.
+    """
+
+    def wrapper(broadcast_object):
+        def broadcast_with_plain_options(obj, *args, **kwargs):
+            if isinstance(obj, dict) and OmegaConf.is_config(obj.get("cfg")):
+                obj = {**obj, "cfg": OmegaConf.to_container(obj["cfg"], enum_to_str=True)}
+            return broadcast_object(obj, *args, **kwargs)
+
+        return broadcast_with_plain_options
+
+    if loads_weights_only():
+        replace(distributed_utils, "broadcast_object", wrapper)

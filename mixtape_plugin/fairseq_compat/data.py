@@ -1,0 +1,117 @@
+"""Binarized data: read with any numpy, named where they are damaged, and batched to the last sentence."""
+
+from __future__ import annotations
+
+import os
+import types
+import warnings
+
+import numpy as np
+from fairseq.data import Dictionary, data_utils, indexed_dataset, language_pair_dataset, token_block_dataset
+from fairseq.modules import dynamic_crf_layer
+from fairseq.tasks import translation
+
+from mixtape_plugin.damaged_files import check_dataset, damaged_dictionary
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.fairseq_compat.patching import replace
+
+
+class _NumpyWithRemovedNames(types.ModuleType):
+    """numpy, plus the names in its `__dict__`."""
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+
+def provide_removed_numpy_names() -> None:
+    """Give np.int, np.float (gone since numpy 1.24) and np.compat.long (since 2.0) to the modules that use them.
+
+    Only those modules see them: other libraries ask numpy itself what it has.
+    """
+    removed = {"int": int, "float": float, "compat": types.SimpleNamespace(long=int)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy 1.20 to 1.23 warn about np.int when asked for it
+        missing = {name: value for name, value in removed.items() if not hasattr(np, name)}
+    if not missing:
+        return
+    numpy = _NumpyWithRemovedNames("numpy")
+    vars(numpy).update(missing)
+    for module in (data_utils, language_pair_dataset, token_block_dataset, dynamic_crf_layer):
+        module.np = numpy
+
+
+def keep_last_batch() -> None:
+    """Batch every sentence: fairseq-fixed drops the last batch unless its size divides by bsz_mult.
+
+    Batches are consecutive pieces of `indices`, so what is missing is the end of it: one batch, which obeyed the
+    limits on tokens and sentences when it was made.
+    """
+    five = np.arange(5)
+    if len(data_utils.batch_by_size(five, None, np.ones_like(five), required_batch_size_multiple=8)) == 1:
+        return
+
+    def wrapper(batch_by_size):
+        def batch_all_by_size(indices, *args, **kwargs):
+            if not isinstance(indices, np.ndarray):
+                indices = np.fromiter(indices, dtype=np.int64, count=-1)
+            if len(indices) == 0:
+                return []
+            batches = batch_by_size(indices, *args, **kwargs)
+            batched = sum(len(batch) for batch in batches)
+            return batches if batched == len(indices) else list(batches) + [indices[batched:]]
+
+        return batch_all_by_size
+
+    replace(data_utils, "batch_by_size", wrapper)
+
+
+def refuse_broken_data() -> None:
+    """Name the file and the way out where binarized data or a dictionary is damaged or missing.
+
+    fairseq reads garbage or ends in a traceback of numpy.
+    """
+
+    def check_dataset_first(make_dataset):
+        def make_checked_dataset(path, impl, fix_lua_indexing=False, dictionary=None):
+            check_dataset(path, impl, dictionary)
+            return make_dataset(path, impl, fix_lua_indexing, dictionary)
+
+        return make_checked_dataset
+
+    def check_dictionary(add_from_file):
+        def add_from_existing_file(self, f):
+            if isinstance(f, str) and not os.path.exists(f):
+                raise UserError(f"dictionary {f} does not exist: give the folder that fairseq-preprocess wrote")
+            try:
+                return add_from_file(self, f)
+            except Exception as error:
+                if not isinstance(f, str):  # fairseq opens the file and calls this again
+                    raise
+                raise damaged_dictionary(f, error) from error
+
+        return add_from_existing_file
+
+    def check_folder(infer_language_pair):
+        def infer_from_existing_folder(path):
+            if not os.path.isdir(path):
+                raise UserError(f"data folder {path} does not exist: give the one that fairseq-preprocess wrote")
+            return infer_language_pair(path)
+
+        return infer_from_existing_folder
+
+    def check_target(load_langpair_dataset):
+        def load_with_target(data_path, split, src, src_dict, tgt, *args, **kwargs):
+            dataset = load_langpair_dataset(data_path, split, src, src_dict, tgt, *args, **kwargs)
+            if dataset.tgt is None and kwargs.get("combine"):  # only training combines the shards of a split
+                pair = (
+                    f"{src}-{tgt}" if os.path.exists(f"{data_path}/{split}.{src}-{tgt}.{src}.idx") else f"{tgt}-{src}"
+                )
+                raise UserError(f"{data_path} lacks {split}.{pair}.{tgt}.bin or .idx: run fairseq-preprocess again")
+            return dataset
+
+        return load_with_target
+
+    replace(indexed_dataset, "make_dataset", check_dataset_first)
+    replace(translation, "load_langpair_dataset", check_target)
+    replace(Dictionary, "add_from_file", check_dictionary)
+    replace(data_utils, "infer_language_pair", check_folder)

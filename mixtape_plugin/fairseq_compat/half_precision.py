@@ -1,0 +1,66 @@
+"""Training with --bf16 and --fp16: on any machine, and resumed as if it had not been interrupted."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from fairseq import options
+from fairseq.optim.fp16_optimizer import _FP16OptimizerMixin
+
+from mixtape_plugin.fairseq_compat.patching import replace
+
+
+def train_bf16_without_xla() -> None:
+    """Let --bf16 run on CPU and GPU: fairseq takes it for --tpu, and fails where torch_xla is not installed."""
+    try:
+        import torch_xla  # noqa: F401
+    except ImportError:
+        pass
+    else:
+        return
+
+    def wrapper(parse_args_and_arch):
+        def parse_bf16_without_tpu(parser, input_args=None, *args, **kwargs):
+            parsed = parse_args_and_arch(parser, input_args, *args, **kwargs)
+            namespace = parsed[0] if isinstance(parsed, tuple) else parsed
+            if getattr(namespace, "bf16", False) and "--tpu" not in (sys.argv if input_args is None else input_args):
+                namespace.tpu = False
+            return parsed
+
+        return parse_bf16_without_tpu
+
+    replace(options, "parse_args_and_arch", wrapper)
+
+
+def keep_float32_weights_in_checkpoints() -> None:
+    """Resume a training in half precision with the float32 weights it had.
+
+    With --fp16 and --bf16 the optimizer works on float32 copies, but only the rounded weights are saved, so that a
+    resumed training is another one: a weight in bfloat16 has 8 bits. The copies go into the optimizer's state.
+    """
+
+    def weights(optimizer):
+        copies = optimizer.fp32_params
+        return list(copies.values()) if isinstance(copies, dict) else list(copies)
+
+    def saver(state_dict):
+        def state_dict_with_weights(self):
+            copies = [weight.detach().clone() for weight in weights(self)]
+            return {**state_dict(self), "float32_weights": copies}
+
+        return state_dict_with_weights
+
+    def loader(load_state_dict):
+        @torch.no_grad()
+        def load_state_dict_with_weights(self, state_dict, optimizer_overrides=None):
+            copies = state_dict.get("float32_weights", ())  # none in older checkpoints
+            state_dict = {name: value for name, value in state_dict.items() if name != "float32_weights"}
+            load_state_dict(self, state_dict, optimizer_overrides)
+            for weight, copy in zip(weights(self), copies):
+                weight.copy_(copy)
+
+        return load_state_dict_with_weights
+
+    replace(_FP16OptimizerMixin, "state_dict", saver)
+    replace(_FP16OptimizerMixin, "load_state_dict", loader)
