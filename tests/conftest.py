@@ -19,21 +19,82 @@ from unittest import mock
 import pytest
 import torch
 from fairseq.data import Dictionary
+from fairseq.trainer import Trainer
 
 import mixtape_plugin
 from mixtape_plugin import errors
 from mixtape_plugin.models import transformer
 
 USER_DIR = os.path.dirname(mixtape_plugin.__file__)
+QUICK = Path(__file__).with_name("support") / "quick"
 LAYERS = ("softmax", "mos", "moc", "mixtape", "sigsoftmax", "gss", "plif")
+# The files that take longest, a minute or more: processes that share the files (scripts/test.sh) begin with them.
+LONGEST = (
+    "test_prepare_translation",
+    "test_quickstart",
+    "test_bptt_language_modeling",
+    "test_damaged_inputs",
+    "test_multi30k_example",
+    "test_switchboard_example",
+    "test_benchmark_output_layers",
+    "test_training",
+    "test_generation",
+    "test_lm_examples",
+    "test_multi30k_data",
+)
 SENTENCES = {"train": 480, "valid": 40, "test": 100, "five": 5}  # "five" is binarized as test1
 
 
+# ------------------------------------------------------------------------- the order of files, and which are quick
+
+
+def pytest_configure(config):
+    """--no-loadscope-reorder, which an older pytest-xdist does not have: files in the order below."""
+    config.option.loadscopereorder = False
+
+
+def trains(*fixtures):
+    """A fixture that trains through fairseq is called trained…, which makes the tests that ask for it slow."""
+    return any(name.startswith("trained") for name in fixtures)
+
+
 def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here"))
+    for item in items:
+        if trains(*item.fixturenames):
+            item.add_marker("slow")
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here"))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: (*LONGEST, item.path.stem).index(item.path.stem))
+
+
+@contextlib.contextmanager
+def no_training(reason):
+    """In it a training through fairseq fails, in a process started from here too."""
+
+    def fail(*args, **kwargs):
+        pytest.fail(reason)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "train_step", fail)
+        patch.setenv("PYTHONPATH", str(QUICK), prepend=os.pathsep)
+        yield
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
+    slow = item.get_closest_marker("slow")
+    with contextlib.nullcontext() if slow else no_training(f"{item.nodeid} trains: mark it slow"):
+        yield
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_fixture_setup(fixturedef):
+    """A fixture of several tests: the slow ones among them would train for the others, in a run of all."""
+    name = fixturedef.argname
+    allowed = fixturedef.scope == "function" or trains(name, *fixturedef.argnames)
+    with contextlib.nullcontext() if allowed else no_training(f"the fixture {name} trains: call it trained_{name}"):
+        yield
 
 
 # -------------------------------------------------------------------------------------- commands of fairseq

@@ -20,7 +20,7 @@ LAYERS = {"softmax": [], "mos": ["--num-components", 3], "mixtape": ["--frequent
 
 
 @pytest.fixture(scope="session")
-def language_models(tmp_path_factory):
+def trained_language_models(tmp_path_factory):
     """Binarized text, and a folder of each layer's training as train.sh would leave it."""
     folders, data = [], None
     for layer, options in LAYERS.items():
@@ -66,8 +66,8 @@ def log_probs_of(data, folder, split="test"):
 # --------------------------------------------------------------------------------------------------------------- rank
 
 
-def test_rank_of_language_models(language_models, tmp_path, capsys):
-    data, folders = language_models
+def test_rank_of_language_models(trained_language_models, tmp_path, capsys):
+    data, folders = trained_language_models
     out = tmp_path / "out"
     analyze.main(["rank", data, *map(str, folders), "--out", str(out), "--cpu"])
     printed = capsys.readouterr()
@@ -101,9 +101,9 @@ def test_rank_of_language_models(language_models, tmp_path, capsys):
     assert collect(folders[0])[0]["rank"] == int(rows[0]["rank"])
 
 
-def test_columns_read_the_whole_text(language_models):
+def test_columns_read_the_whole_text(trained_language_models):
     """5 columns begin without what is before them: other features, of the same targets."""
-    data, (folder, *_) = language_models
+    data, (folder, *_) = trained_language_models
     trained = trained_model.load(folder, data)
     one, five = (list(trained.contexts("test", columns)) for columns in (1, 5))
     assert sorted(torch.cat([t for _, t in five]).tolist()) == sorted(torch.cat([t for _, t in one]).tolist())
@@ -111,8 +111,8 @@ def test_columns_read_the_whole_text(language_models):
     torch.testing.assert_close(five[0][0][0], one[0][0][0])
 
 
-def test_fewer_contexts_than_tokens(language_models, tmp_path, capsys):
-    data, (folder, *_) = language_models
+def test_fewer_contexts_than_tokens(trained_language_models, tmp_path, capsys):
+    data, (folder, *_) = trained_language_models
     analyze.main(["rank", data, str(folder), "--out", str(tmp_path), "--contexts", "7", "--cpu"])
     log_probs, _, trained = log_probs_of(data, folder)
     expected = torch.linalg.svdvals(log_probs[:7, ~trained.layer.vocabulary_mask])
@@ -140,8 +140,8 @@ def test_rank_of_a_translation_model(translation_model, tmp_path, capsys):
     assert saved["contexts"] == len(torch.cat([t for _, t in one])) and saved["columns"]["rank"] > 2
 
 
-def test_what_does_not_fit_is_refused(language_models, tmp_path, monkeypatch):
-    data, (folder, *_) = language_models
+def test_what_does_not_fit_is_refused(trained_language_models, tmp_path, monkeypatch):
+    data, (folder, *_) = trained_language_models
     monkeypatch.setattr(analyze, "available_memory", lambda device: analyze.RESERVE + 14_000_000)
     with pytest.raises(UserError) as error:
         analyze.estimate(400_000, 30_000, "cpu")
@@ -157,8 +157,8 @@ def test_what_does_not_fit_is_refused(language_models, tmp_path, monkeypatch):
 # -------------------------------------------------------------------------------------------------------- predictions
 
 
-def test_predictions_of_language_models(language_models, tmp_path, capsys):
-    data, folders = language_models
+def test_predictions_of_language_models(trained_language_models, tmp_path, capsys):
+    data, folders = trained_language_models
     analyze.main(
         ["predictions", data, *map(str, folders), "--out", str(tmp_path), "--at", "2:3", "1:1", "--random", "4",
          "--search", "lm.mos", str(folders[0]), "--top", "3", "--cpu"]
@@ -206,8 +206,8 @@ def test_predictions_of_a_translation_model(translation_model, tmp_path, capsys)
     assert f"3:2: {' '.join(source)} </s> / {' '.join(shown)} </s>" in capsys.readouterr().out
 
 
-def test_hit_rates_alone(language_models, tmp_path, capsys):
-    data, (folder, *_) = language_models
+def test_hit_rates_alone(trained_language_models, tmp_path, capsys):
+    data, (folder, *_) = trained_language_models
     analyze.main(["predictions", data, str(folder), "--out", str(tmp_path), "--cpu"])
     assert [path.name for path in tmp_path.iterdir()] == ["hits.csv"]
     assert cells(capsys.readouterr().out.splitlines()[0]) == ["training", "perplexity", "top-1 %", "top-5 %"]
@@ -216,10 +216,10 @@ def test_hit_rates_alone(language_models, tmp_path, capsys):
 # --------------------------------------------------------------------------------------------------------- similarity
 
 
-def test_similarity_of_language_models(language_models, tmp_path, capsys):
+def test_similarity_of_language_models(trained_language_models, tmp_path, capsys):
     from scipy.stats import spearmanr
 
-    data, folders = language_models
+    data, folders = trained_language_models
     pairs = tmp_path / "pairs"
     pairs.mkdir()
     words = [line.split()[0] for line in open(f"{data}/dict.txt")]
@@ -244,9 +244,9 @@ def test_similarity_of_language_models(language_models, tmp_path, capsys):
     assert cells(printed[-1])[0] == folders[-1].name and cells(printed[-1])[-1] == ""
 
 
-def test_collected_columns(language_models, capsys):
+def test_collected_columns(trained_language_models, capsys):
     """After the analyses above, whichever of them ran."""
-    _, (folder, *_) = language_models
+    _, (folder, *_) = trained_language_models
     (folder / "rank.json").write_text('{"columns": {"rank": 10, "KLD": 1.25}}')
     load_script("collect_results").main([str(folder)])
     header, _, row = (cells(line) for line in capsys.readouterr().out.splitlines()[:3])
@@ -274,8 +274,8 @@ def test_collected_columns(language_models, capsys):
         ("similarity DATA DIR --pairs empty", "--pairs empty holds no .txt file: give a folder of files .*"),
     ],
 )
-def test_mistakes(args, sentence, language_models, tmp_path, monkeypatch):
-    data, (folder, *_) = language_models
+def test_mistakes(args, sentence, trained_language_models, tmp_path, monkeypatch):
+    data, (folder, *_) = trained_language_models
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     before = {path: path.read_bytes() for path in folder.iterdir()}
@@ -285,8 +285,8 @@ def test_mistakes(args, sentence, language_models, tmp_path, monkeypatch):
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_a_model_without_our_output_layer_is_refused(language_models, monkeypatch):
-    data, (folder, *_) = language_models
+def test_a_model_without_our_output_layer_is_refused(trained_language_models, monkeypatch):
+    data, (folder, *_) = trained_language_models
     stock = ([torch.nn.Linear(1, 1)], None, None)
     monkeypatch.setattr(trained_model.checkpoint_utils, "load_model_ensemble_and_task", lambda *_, **__: stock)
     with pytest.raises(UserError, match="checkpoint_best.pt holds a Linear without an output layer of this plugin"):

@@ -8,12 +8,14 @@ import sys
 import pytest
 import torch
 from conftest import USER_DIR, console_script, parse_log, run, start
+from fairseq import options, tasks
 from fairseq.trainer import Trainer
 from recipes import files
 from test_training import KILLED_BEFORE_UPDATE_6, assert_same_parameters, free_port, loss_curve
 
 from mixtape_plugin.errors import UserError, sentence_for_user
 from mixtape_plugin.evaluation.language_model import load_language_model, perplexity
+from mixtape_plugin.optim.nt_asgd import NTASGD
 from mixtape_plugin.tasks.bptt_language_modeling import BpttLanguageModelingTask
 
 VALID_TOKENS = 50 * 9  # lines of 8 words and </s>
@@ -68,7 +70,7 @@ def evaluate(data, path, *more):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(text, tmp_path_factory):
+def trained(text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     more = "--optimizer adam --lr 0.05 --max-epoch 6 --no-epoch-checkpoints".split()
     log = run("train", *lm_args(text, folder, *NO_DROPOUT, *more)).log
@@ -80,9 +82,9 @@ def checkpoint(text, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_every_evaluation_agrees(text, checkpoint):
+def test_every_evaluation_agrees(text, trained):
     """Whatever the segment length, through validation, fairseq-eval-lm, fairseq-validate and our own loop."""
-    path, log = checkpoint
+    path, log = trained
     valid = log["valid"][-1]
     assert valid["valid_loss"] == valid["valid_nll_loss"]
     for length in 1, 7, 35, 70:
@@ -101,8 +103,8 @@ def test_every_evaluation_agrees(text, checkpoint):
 
 
 @pytest.mark.slow
-def test_test_set_one_column_by_default(text, checkpoint):
-    path, _ = checkpoint
+def test_test_set_one_column_by_default(text, trained):
+    path, _ = trained
     assert evaluate(text, path, "--gen-subset", "test") == evaluate(
         text, path, "--gen-subset", "test", "--batch-size", 1
     )
@@ -110,8 +112,8 @@ def test_test_set_one_column_by_default(text, checkpoint):
 
 
 @pytest.mark.slow
-def test_blank_lines_and_unknown_words_count(text, checkpoint):
-    path, _ = checkpoint
+def test_blank_lines_and_unknown_words_count(text, trained):
+    path, _ = trained
     assert evaluate(text, path, "--gen-subset", "test1")[1] == 5  # two blank lines, two words, a </s>
     assert evaluate(text, path, "--gen-subset", "test3")[1] == 6
     args = [text, "--user-dir", USER_DIR, "--task", "bptt_language_modeling", "--path", path, "--cpu"]
@@ -119,8 +121,8 @@ def test_blank_lines_and_unknown_words_count(text, checkpoint):
 
 
 @pytest.mark.slow
-def test_continues_a_prompt(text, checkpoint, monkeypatch):
-    path, _ = checkpoint
+def test_continues_a_prompt(text, trained, monkeypatch):
+    path, _ = trained
     monkeypatch.setattr("fairseq_cli.interactive.fileinput.input", lambda **_: open_lines(["w3 w4 w5"]))
     args = [text, "--user-dir", USER_DIR, "--task", "bptt_language_modeling", "--path", path, "--cpu", "--beam", 2]
     stdout = run("interactive", *args).stdout
@@ -153,6 +155,7 @@ def open_lines(lines):
 # ---------------------------------------------------------------------------------------------------- training
 
 
+@pytest.mark.slow
 def test_log_says_what_training_leaves_out(text, tmp_path):
     more = "--batch-size 7 --max-epoch 1 --tokens-per-sample 99 --no-save".split()
     output = run("train", *lm_args(text, tmp_path, *more))
@@ -230,11 +233,11 @@ def test_resume_after_a_kill_in_mid_epoch_equals_an_uninterrupted_run(phase, tex
     assert min(loss_curve(resumed)) == 5
     assert loss_curve(parse_log(stdout), resumed) == loss_curve(uninterrupted)
     assert resumed["valid"][-1]["valid_loss"] == uninterrupted["valid"][-1]["valid_loss"]
-    check_same_checkpoints(tmp_path, phase)
+    check_same_checkpoints(tmp_path / "whole", tmp_path / "killed", phase)
 
 
-def check_same_checkpoints(tmp_path, phase):
-    paths = [tmp_path / name / "checkpoint_last.pt" for name in ("whole", "killed")]
+def check_same_checkpoints(whole, resumed, phase):
+    paths = [folder / "checkpoint_last.pt" for folder in (whole, resumed)]
     whole, again = (torch.load(path, weights_only=True) for path in paths)
     assert_same_parameters(*paths, rtol=0, atol=0)
     state, other = whole["last_optimizer_state"], again["last_optimizer_state"]
@@ -246,26 +249,39 @@ def check_same_checkpoints(tmp_path, phase):
         assert not torch.equal(first, state["raw"][0]), "the model holds the average, not the raw weights"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("last", [2, 3, 4])
-def test_resume_at_an_epochs_end_equals_an_uninterrupted_run(last, text, tmp_path, monkeypatch):
-    """Before, at and after the epoch whose validation triggers averaging, which is the third."""
-    from mixtape_plugin.optim.nt_asgd import NTASGD
-
+def let_validations_get_worse(patch):
+    """Each worse than the one before: the trigger fires as soon as it may."""
     end_epoch = NTASGD.end_epoch
-    monkeypatch.setattr(  # each validation worse than the one before: the trigger fires as soon as it may
-        NTASGD, "end_epoch", lambda optimizer, loss: end_epoch(optimizer, len(optimizer.history) + loss * 0)
-    )
-    more = ["--nonmono", 1, "--seed", 3, "--batch-size", 8]
-    uninterrupted = run("train", *lm_args(text, tmp_path / "whole", *more, "--max-epoch", 5)).log
-    run("train", *lm_args(text, tmp_path / "killed", *more, "--max-epoch", last))
-    phase = torch.load(tmp_path / "killed" / "checkpoint_last.pt", weights_only=True)["last_optimizer_state"]["phase"]
+    patch.setattr(NTASGD, "end_epoch", lambda optimizer, loss: end_epoch(optimizer, len(optimizer.history) + loss * 0))
+
+
+TRIGGERED = ["--nonmono", 1, "--seed", 3, "--batch-size", 8]
+
+
+@pytest.fixture(scope="module")
+def trained_whole(text, tmp_path_factory):
+    """Five epochs, the third of which triggers averaging: the folder of their checkpoints and the log."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        let_validations_get_worse(patch)
+        log = run("train", *lm_args(text, folder, *TRIGGERED, "--max-epoch", 5)).log
+    return folder, log
+
+
+@pytest.mark.parametrize("last", [2, 3, 4])
+def test_resume_at_an_epochs_end_equals_an_uninterrupted_run(last, text, trained_whole, tmp_path, monkeypatch):
+    """Before, at and after the epoch whose validation triggers averaging."""
+    whole, uninterrupted = trained_whole
+    let_validations_get_worse(monkeypatch)
+    # A training that ended with epoch `last` left this, and no more: the later ones are not looked at.
+    shutil.copy(whole / f"checkpoint{last}.pt", tmp_path / "checkpoint_last.pt")
+    phase = torch.load(tmp_path / "checkpoint_last.pt", weights_only=True)["last_optimizer_state"]["phase"]
     assert phase == ("sgd" if last < 3 else "asgd")
-    resumed = run("train", *lm_args(text, tmp_path / "killed", *more, "--max-epoch", 5)).log
+    resumed = run("train", *lm_args(text, tmp_path, *TRIGGERED, "--max-epoch", 5)).log
     curve = loss_curve(uninterrupted)
     assert loss_curve(resumed) == {update: curve[update] for update in loss_curve(resumed)}
     assert len(resumed["valid"]) == 5 - last
-    check_same_checkpoints(tmp_path, "asgd")
+    check_same_checkpoints(whole, tmp_path, "asgd")
 
 
 @pytest.mark.slow
@@ -278,14 +294,9 @@ def test_the_average_is_saved_without_validation_too(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_fine_tuning_ends_by_itself(text, checkpoint, tmp_path, monkeypatch):
-    from mixtape_plugin.optim.nt_asgd import NTASGD
-
-    end_epoch = NTASGD.end_epoch
-    monkeypatch.setattr(
-        NTASGD, "end_epoch", lambda optimizer, loss: end_epoch(optimizer, len(optimizer.history) + loss * 0)
-    )
-    path, _ = checkpoint
+def test_fine_tuning_ends_by_itself(text, trained, tmp_path, monkeypatch):
+    let_validations_get_worse(monkeypatch)
+    path, _ = trained
     more = ["--finetune-from-model", path, "--averaging-epoch", 0, "--stop-when-nonmonotone", "--nonmono", 2]
     log = run("train", *lm_args(text, tmp_path, *more, "--max-epoch", 9, "--no-epoch-checkpoints")).log
     assert len(log["valid"]) == 4
@@ -396,6 +407,19 @@ def test_characters_without_lines(tmp_path):
         ("--hidden-sizes", "12,x", "whole numbers"),
         ("--weight-dropout", 1.0, "from 0 to less than 1"),
         ("--input-dropout", math.nan, "from 0 to less than 1, and finite"),
+    ],
+)
+def test_options_of_task_and_model_are_checked(option, value, allowed, text, tmp_path):
+    """Which fairseq-train builds first."""
+    args = list(map(str, lm_args(text, tmp_path, f"{option}={value}")))
+    args = options.parse_args_and_arch(options.get_training_parser(), args)
+    with pytest.raises(UserError, match=f"{option} {value} is not allowed: {allowed}"):
+        tasks.setup_task(args).build_model(args)
+
+
+@pytest.mark.parametrize(
+    "option, value, allowed",
+    [
         ("--ar-alpha", -1.0, "0 or more"),
         ("--ar-alpha", math.inf, "0 or more, and finite"),
         ("--tar-beta", math.nan, "0 or more, and finite"),
@@ -404,14 +428,14 @@ def test_characters_without_lines(tmp_path):
         ("--averaging-epoch", -1, "0 or more"),
     ],
 )
-def test_options_are_checked(option, value, allowed, text, tmp_path):
+def test_options_of_criterion_and_optimizer_are_checked(option, value, allowed, text, tmp_path):
     with pytest.raises(UserError, match=f"{option} {value} is not allowed: {allowed}"):
         run("train", *lm_args(text, tmp_path, f"{option}={value}"))
 
 
-def test_text_shorter_than_its_columns(text, checkpoint, tmp_path):
+def test_text_shorter_than_its_columns(text, trained, tmp_path):
     with pytest.raises(UserError, match="the test2 text has 3 tokens, too few for 4 columns"):
-        evaluate(text, checkpoint[0], "--gen-subset", "test2", "--batch-size", 4)
+        evaluate(text, trained[0], "--gen-subset", "test2", "--batch-size", 4)
     with pytest.raises(UserError, match="the train text has 1800 tokens, too few for 2000 columns"):
         run("train", *lm_args(text, tmp_path, "--batch-size", 2000))
 
@@ -440,7 +464,7 @@ def test_no_batch_size(text, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["other order", "other words", "fewer words"])
-def test_dictionary_that_does_not_match_the_checkpoint(change, text, checkpoint, tmp_path):
+def test_dictionary_that_does_not_match_the_checkpoint(change, text, trained, tmp_path):
     """In evaluation, and where a training resumes or begins from the checkpoint."""
     symbols = (text / "dict.txt").read_text().splitlines()
     changed = {
@@ -452,7 +476,7 @@ def test_dictionary_that_does_not_match_the_checkpoint(change, text, checkpoint,
     (tmp_path / "text").write_text("w1 v1 w2\n" * 50)
     prefixes = [f"--trainpref={tmp_path}/text", f"--validpref={tmp_path}/text", "--srcdict", tmp_path / "dict.txt"]
     run("preprocess", "--only-source", *prefixes, "--destdir", tmp_path / "bin")
-    save, path = tmp_path / "save", checkpoint[0]
+    save, path = tmp_path / "save", trained[0]
     save.mkdir()
     shutil.copy(path, save / "checkpoint_last.pt")
     before = files(save)
@@ -472,12 +496,12 @@ def test_dictionary_that_does_not_match_the_checkpoint(change, text, checkpoint,
 
 
 @pytest.mark.slow
-def test_a_checkpoint_without_its_vocabulary_is_taken(text, checkpoint, tmp_path):
-    state = torch.load(checkpoint[0], weights_only=True)
+def test_a_checkpoint_without_its_vocabulary_is_taken(text, trained, tmp_path):
+    state = torch.load(trained[0], weights_only=True)
     del state["model"]["decoder.vocabulary_version"]
     torch.save(state, tmp_path / "old.pt")
     flags = ["--gen-subset", "test"]
-    assert evaluate(text, tmp_path / "old.pt", *flags) == evaluate(text, checkpoint[0], *flags)
+    assert evaluate(text, tmp_path / "old.pt", *flags) == evaluate(text, trained[0], *flags)
 
 
 @pytest.mark.slow
@@ -531,15 +555,15 @@ def test_stock_label_smoothing_is_refused(text, tmp_path):
         run("train", *args)
 
 
-def test_dataset_that_is_missing(text, checkpoint):
+def test_dataset_that_is_missing(text, trained):
     with pytest.raises(FileNotFoundError, match="Dataset not found: test9"):
-        evaluate(text, checkpoint[0], "--gen-subset", "test9")
+        evaluate(text, trained[0], "--gen-subset", "test9")
 
 
 @pytest.mark.slow
-def test_the_training_text_is_evaluated_whole(text, checkpoint):
+def test_the_training_text_is_evaluated_whole(text, trained):
     """7 columns leave a remainder, which only training drops."""
-    assert evaluate(text, checkpoint[0], "--gen-subset", "train", "--batch-size", 7)[1] == 1800
-    args = [text, "--user-dir", USER_DIR, "--task", "bptt_language_modeling", "--path", checkpoint[0], "--cpu"]
+    assert evaluate(text, trained[0], "--gen-subset", "train", "--batch-size", 7)[1] == 1800
+    args = [text, "--user-dir", USER_DIR, "--task", "bptt_language_modeling", "--path", trained[0], "--cpu"]
     args += "--valid-subset train --batch-size 7 --num-workers 0 --log-format json".split()
     assert float(run("validate", *args).log["train"][-1]["train_wpb"]) == 1800

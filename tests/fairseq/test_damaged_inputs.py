@@ -138,7 +138,7 @@ SEED, CASES = 1, 50
 
 
 @pytest.fixture(scope="module")
-def inputs(data, text, tmp_path_factory):  # noqa: F811
+def trained_inputs(data, text, tmp_path_factory):  # noqa: F811
     """A folder of data and checkpoints of a translation and a language model, and the commands that read them."""
     folder = tmp_path_factory.mktemp("inputs")
     shutil.copytree(data, folder / "translation")
@@ -160,10 +160,10 @@ def inputs(data, text, tmp_path_factory):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_no_damage_ends_in_a_traceback(inputs):
+def test_no_damage_ends_in_a_traceback(trained_inputs):
     script = Path(__file__).parents[1] / "support" / "mutate_inputs.py"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.path.dirname(USER_DIR)}
-    command = [sys.executable, script, inputs, SEED, CASES]
+    command = [sys.executable, script, trained_inputs, SEED, CASES]
     result = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     cases = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"command"')]
@@ -174,7 +174,7 @@ def test_no_damage_ends_in_a_traceback(inputs):
         how, message = case["ended"]
         assert how != "traceback", f"{case['command']}, {case['kind']} {case['file']}: {message}"
         if how == "sentence":
-            assert str(inputs) in message or "dictionary" in message, case
+            assert str(trained_inputs) in message or "dictionary" in message, case
             assert "\n" not in message
     refused = Counter(Path(case["file"]).suffix for case in damaged if case["ended"][0] == "sentence")
     assert min(refused[suffix] for suffix in (".txt", ".idx", ".bin", ".pt")) >= 2, refused

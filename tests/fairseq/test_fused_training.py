@@ -6,12 +6,12 @@ Shapes: N tokens, B batch, T time, D features, E embedding, K components, V voca
 from unittest import mock
 
 import pytest
+import reference
 import torch
 from conftest import USER_DIR, run, train_args
 from fairseq.tasks.fairseq_task import FairseqTask
 from test_fused_losses import (
     MIXTURES,
-    ROWS,
     build,
     by_formula,
     chunk_bytes,
@@ -64,7 +64,7 @@ def assert_no_worse_than_eager(case, dtype, autocast=None, factor=1, unlikely=()
     exact, errors = {}, {"fused": {}, "eager": {}}
 
     def chosen(name, value):  # of the parameters with a row a token, those of the unlikely ones, if there are any
-        return value[[x for x in unlikely if x < len(value)]] if unlikely and name in ROWS else value
+        return value[[x for x in unlikely if x < len(value)]] if unlikely and name in reference.ROWS else value
 
     for seed in range(3):
         layer = build(case, seed=seed, **WIDE)
@@ -220,7 +220,7 @@ def test_every_frequent_token_has_noise_of_its_own():
     layer = build("mixtape without sharing", gate_noise=1.0)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
-            if name in ROWS:
+            if name in reference.ROWS:
                 parameter.copy_(parameter[:1].expand_as(parameter).clone())
     assert_eagers_distribution(layer, *random_batch(layer, 8))
 

@@ -101,3 +101,10 @@ def test_average_of_checkpoints_generates(trained, data, tmp_path):
     assert not torch.equal(halfway["decoder.output_projection.weight"], last["decoder.output_projection.weight"])
     model.load_state_dict({name: (halfway[name] + last[name]) / 2 for name in last})
     assert_token_scores(stdout, [model.eval()], task, count=10)
+
+
+@pytest.mark.parametrize("output_layer", LAYERS)
+def test_checkpoint_brings_its_options(output_layer, trained):
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(trained(output_layer).checkpoint)])
+    config = model.decoder.output_projection.config
+    assert (config.output_layer, config.gate_dim, config.num_components) == (output_layer, 8, 4)

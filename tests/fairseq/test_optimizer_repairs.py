@@ -53,9 +53,9 @@ END = "--disable-validation --no-epoch-checkpoints"
 
 
 @pytest.fixture(scope="module")
-def whole(data, text, tmp_path_factory):  # noqa: F811
+def trained(data, text, tmp_path_factory):  # noqa: F811
     """The arguments of a Transformer's training and of a language model's, and the folders of their ends."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("trained")
     args = {
         "transformer": lambda save_dir: train_args(data, save_dir, *f"{TRANSFORMER} {END}".split()),
         "language model": lambda save_dir: lm_args(text, save_dir, *f"{LANGUAGE_MODEL} {END}".split()),
@@ -79,12 +79,12 @@ def whole(data, text, tmp_path_factory):  # noqa: F811
         ("plif", "--max-update=8"),
     ],
 )
-def test_a_training_resumed_in_bf16_equals_an_uninterrupted_one(name, stop, whole, tmp_path):
+def test_a_training_resumed_in_bf16_equals_an_uninterrupted_one(name, stop, trained, tmp_path):
     """In the middle of an epoch, and at its end.
 
     Not a Transformer at its end: fairseq makes the batches anew on a resume, by the seed of the epoch it is in.
     """
-    args, folder = whole
+    args, folder = trained
     run("train", *args[name](tmp_path), stop)
     assert 0 < updates(tmp_path) < updates(folder / name)
     run("train", *args[name](tmp_path))

@@ -121,6 +121,7 @@ def test_contract(name):
     assert (probs[:, [0, 4]] == 0).all() and (probs[:, 1] > 0).all()
 
 
+@pytest.mark.slow
 def test_training_generation_and_its_results(data, tmp_path):
     more = "--output-layer fixnorm --num-components 4 --share-decoder-input-output-embed --max-update 3".split()
     log = run("train", *train_args(data, tmp_path, *more), "--log-format", "simple").stdout

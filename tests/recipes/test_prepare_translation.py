@@ -1,9 +1,11 @@
-"""examples/wmt14_en_{de,fr}/prepare.sh on small archives laid out as the originals; and prepare_parallel.py."""
+"""examples/wmt14_en_{de,fr}: prepare.sh on small archives laid out as the originals, and training on what it makes."""
 
+import csv
 import gzip
 import hashlib
 import io
 import json
+import math
 import os
 import random
 import re
@@ -16,6 +18,7 @@ from pathlib import Path
 import pytest
 import sacrebleu
 import sacremoses
+import torch
 from recipes import files, lines, load_script, mistake, multi30k_lines, output, run, start, stub, write_archive
 from subword_nmt import apply_bpe, learn_bpe
 
@@ -42,7 +45,7 @@ COMMON_CRAWL = "wmt13/training-parallel-commoncrawl.tgz"
 needs_curl = pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
 
 
-prepare_parallel = load_script("prepare_parallel")
+collect_results, prepare_parallel = load_script("collect_results"), load_script("prepare_parallel")
 
 # ------------------------------------------------------------------------------------- archives as statmt.org has them
 
@@ -144,15 +147,49 @@ def archives(tmp_path_factory):
 # ------------------------------------------------------------------------------------------------- running prepare.sh
 
 
-def assert_leads_to_a_score(example, data, save):
-    """What prepare.sh wrote is what train.sh and evaluate.sh take."""
-    output(example, "train.sh", "softmax", "--smoke", "--data", data, "--save", save)
-    output(example, "evaluate.sh", save, "--data", data, "--last", 2, "--cpu")
+def assert_leads_to_the_table(example, data, layers, folder, capsys):
+    """What prepare.sh wrote is what train.sh and evaluate.sh take: all layers are trained, the last is evaluated."""
+    target = example[-2:]
+    width = {"de": 1024, "fr": 2048}[target] // 32
+    for layer in layers:
+        save = folder / layer
+        log = output(example, "train.sh", layer, "--smoke", "--data", data, "--save", save, "--seed", 3)
+        assert (save / "train.log").read_text() == log
+        assert re.match(rf"train\.sh: commit \S+, command examples/{example}/train\.sh {layer} --smoke --data ", log)
+        assert len(list(save.glob("checkpoint_*_*.pt"))) == 3 and (save / "checkpoint_last.pt").exists()
+        model = torch.load(save / "checkpoint_last.pt", weights_only=True)["model"]
+        assert model["decoder.layers.1.fc1.weight"].shape == (4 * width, width)
+        assert ("decoder.output_projection.gate_embedding" in model) == (layer == "mixtape")
+
+    printed = output(example, "evaluate.sh", save, "--data", data, "--last", 2, "--cpu")
+    paths = sorted(save.glob("checkpoint_*_*.pt"), key=lambda path: int(path.stem.split("_")[2]))
+    assert printed.startswith(f"{save}/average.pt: average of {paths[1].name}, {paths[2].name}\n")
     hypotheses = lines(save / "test.hyp")
     assert len(hypotheses) == 6 and not any("@@" in line or "\u2581" in line for line in hypotheses)
-    (bleu,) = [row["score"] for row in json.loads((save / "score.json").read_text()) if row["metric"] == "BLEU 13a"]
-    (references,) = data.glob("text/raw.test.[df]*")
-    assert bleu == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [lines(references)]).score, abs=0.01)
+    assert printed.endswith((save / "score.txt").read_text())
+    scores = {row["metric"]: row for row in json.loads((save / "score.json").read_text())}
+    bleu = sacrebleu.corpus_bleu(hypotheses, [lines(data / "text" / f"raw.test.{target}")]).score
+    assert scores["BLEU 13a"]["score"] == pytest.approx(bleu, abs=0.01)
+    assert ("BLEU tokenized, compounds split" in scores) == (target == "de")
+    # Not far from knowing nothing, after 10 updates of a learning rate that has hardly begun to warm up.
+    types = len(lines(data / f"dict.{target}.txt")) + 4
+    perplexity = (save / "test-perplexity.txt").read_text()
+    nll, ppl = re.fullmatch(r"test nll_loss ([\d.]+) \| ppl ([\d.]+)\n", perplexity).groups()
+    assert float(nll) == pytest.approx(math.log2(types), abs=0.8)
+
+    capsys.readouterr()
+    collect_results.main([*(str(folder / layer) for layer in layers), "--csv", str(folder / "results.csv")])
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    rows = [dict(zip(table[0], row)) for row in table[2 : 2 + len(layers)]]
+    names = {"softmax": "softmax", "mos": "mos-9", "moc": "moc-9", "mixtape": "mixtape-4"}
+    assert [row["layer"] for row in rows] == [names[layer] for layer in layers]
+    assert all((row["seed"], row["updates"], row["ended"]) == ("3", "10", "yes") for row in rows)
+    *trained, evaluated = rows
+    assert all((row["test ppl"], row["BLEU 13a"]) == ("not run", "not run") for row in trained)
+    assert (evaluated["test ppl"], evaluated["BLEU 13a"]) == (ppl, f"{scores['BLEU 13a']['score']:.2f}")
+    row = list(csv.DictReader(open(folder / "results.csv")))[-1]
+    assert float(row["chrF"]) == scores["chrF"]["score"] and row["chrF signature"] == scores["chrF"]["signature"]
+    assert row["command"].startswith(f"examples/{example}/train.sh {layers[-1]} --smoke ")
 
 
 def moses(language, sentences):
@@ -170,7 +207,7 @@ def en_de(archives, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_english_german(en_de, tmp_path):
+def test_english_german(en_de, tmp_path, capsys):
     out, said = en_de
     text = out / "text"
     assert "prepare.sh: needs 10 GB of disk in" in said.splitlines()[0]
@@ -201,7 +238,7 @@ def test_english_german(en_de, tmp_path):
     assert counts == sorted(counts, reverse=True) and sum(counts) == len(subwords)
     assert (out / "dict.de.txt").read_bytes() == (out / "dict.en.txt").read_bytes()
     assert not [name for name in files(out) if ".part" in name or "binarizing" in name]
-    assert_leads_to_a_score("wmt14_en_de", out, tmp_path / "save")
+    assert_leads_to_the_table("wmt14_en_de", out, ["softmax", "mixtape"], tmp_path, capsys)
 
 
 @pytest.mark.slow
@@ -315,7 +352,7 @@ def test_full_disk_while_downloading(archives, tmp_path):
 
 @needs_curl
 @pytest.mark.slow
-def test_english_french_downloaded(archives, tmp_path):
+def test_english_french_downloaded(archives, tmp_path, capsys):
     """From folders in place of servers: one is not there, one has a damaged copy; half of an archive is here."""
     damaged, text = tmp_path / "damaged", tmp_path / "en_fr" / "text"
     content = (archives / EUROPARL).read_bytes()
@@ -358,7 +395,7 @@ def test_english_french_downloaded(archives, tmp_path):
     assert run(*args, **{**environment, "WMT_URL": "file:///nowhere"}).returncode == 1  # other settings
     assert run(*args, **environment).returncode == 0
     assert files(tmp_path / "en_fr") == before
-    assert_leads_to_a_score("wmt14_en_fr", tmp_path / "en_fr", tmp_path / "save")
+    assert_leads_to_the_table("wmt14_en_fr", tmp_path / "en_fr", ["moc", "mos"], tmp_path, capsys)
 
 
 @needs_curl

@@ -1,10 +1,8 @@
-"""examples/wmt14_en_{de,fr}: train.sh and evaluate.sh, on binarized text made here."""
+"""examples/wmt14_en_{de,fr}: what train.sh and evaluate.sh make of their options; they run in
+test_prepare_translation.py."""
 
-import csv
-import json
 import math
 import os
-import random
 import re
 import shutil
 from unittest import mock
@@ -12,24 +10,14 @@ from unittest import mock
 import pytest
 import torch
 from conftest import USER_DIR, build_model, make_dictionary
-from conftest import run as fairseq
 from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.distributed import utils as distributed
-from recipes import PRINT, ROOT, lines, load_script, machine, mistake, output, run, stub
+from recipes import PRINT, ROOT, machine, mistake, output, run, stub
 
 from mixtape_plugin.benchmarks.workloads import SHAPES, multiply_adds
 
-collect_results = load_script("collect_results")
 EXAMPLES = {"wmt14_en_de": "de", "wmt14_en_fr": "fr"}
-# All are trained, the last is evaluated too; softmax in test_prepare_translation.py.
-SMOKE = {"wmt14_en_de": ("mixtape",), "wmt14_en_fr": ("moc", "mos")}
-WORDS = {
-    "en": ["dog", "man", "wo@@ man", "T-shirt", "gui@@ tar", "street", "plays", "runs", "sees"],
-    "de": ["Hund", "Mann", "Frau", "T-Shirt", "Gi@@ tarre", "Stra@@ ße", "spielt", "läuft", "sieht"],
-    "fr": ["chien", "homme", "femme", "T-shirt", "gui@@ tare", "rue", "joue", "court", "v@@ oit"],
-}
-SIZES = {"train": 300, "valid": 20, "test": 12}
 # The paper's table of hyper-parameters, constant of the learning rate and number of steps.
 PAPER = {
     "wmt14_en_de": {"d": 1024, "constant": 2.5, "updates": 300_000, "dropout": 0.3, "gate_dropout": 0.2},
@@ -40,74 +28,6 @@ PAPER = {
 @pytest.fixture(scope="module", params=EXAMPLES)
 def example(request):
     return request.param
-
-
-@pytest.fixture(scope="module")
-def data(example, tmp_path_factory):
-    """What prepare.sh writes, word for word the same sentence in both languages."""
-    out, target, rng = tmp_path_factory.mktemp(example), EXAMPLES[example], random.Random(1)
-    text = out / "text"
-    text.mkdir()
-    (text / "codes").write_text("#version: 0.2\n")
-    for split, size in SIZES.items():
-        sentences = [[int(9 * rng.random() ** 2) for _ in range(rng.randint(3, 8))] for _ in range(size)]
-        for lang in ("en", target):
-            bpe = "".join(" ".join(WORDS[lang][i] for i in sentence) + " .\n" for sentence in sentences)
-            (text / f"bpe.{split}.{lang}").write_text(bpe, encoding="utf-8")
-            (text / f"raw.{split}.{lang}").write_text(bpe.replace("@@ ", "").replace(" .", "."), encoding="utf-8")
-    prefixes = [flag for split in SIZES for flag in (f"--{split}pref", text / f"bpe.{split}")]
-    languages = ["--source-lang", "en", "--target-lang", target]
-    fairseq("preprocess", *languages, "--joined-dictionary", "--padding-factor", 1, *prefixes, "--destdir", out)
-    return out
-
-
-# ---------------------------------------------------------------------------------------------------- end to end
-
-
-@pytest.mark.slow
-def test_from_binarized_text_to_the_table(example, data, tmp_path, capsys):
-    target = EXAMPLES[example]
-    for layer in SMOKE[example]:
-        save = tmp_path / layer
-        log = output(example, "train.sh", layer, "--smoke", "--data", data, "--save", save, "--seed", 3)
-        assert (save / "train.log").read_text() == log
-        assert re.match(rf"train\.sh: commit \S+, command examples/{example}/train\.sh {layer} --smoke --data ", log)
-        assert len(list(save.glob("checkpoint_*_*.pt"))) == 3 and (save / "checkpoint_last.pt").exists()
-        model = torch.load(save / "checkpoint_last.pt", weights_only=True)["model"]
-        width = PAPER[example]["d"] // 32
-        assert model["decoder.layers.1.fc1.weight"].shape == (4 * width, width)
-        assert ("decoder.output_projection.gate_embedding" in model) == (layer == "mixtape")
-
-    last = SMOKE[example][-1]
-    save = tmp_path / last
-    printed = output(example, "evaluate.sh", save, "--data", data, "--last", 2, "--cpu")
-    paths = sorted(save.glob("checkpoint_*_*.pt"), key=lambda path: int(path.stem.split("_")[2]))
-    assert printed.startswith(f"{save}/average.pt: average of {paths[1].name}, {paths[2].name}\n")
-    hypotheses = lines(save / "test.hyp")
-    assert len(hypotheses) == SIZES["test"] and not any("@@" in line for line in hypotheses)
-    assert printed.endswith((save / "score.txt").read_text())
-    scores = {row["metric"]: row for row in json.loads((save / "score.json").read_text())}
-    assert ("BLEU tokenized, compounds split" in scores) == (target == "de")
-    # Not far from knowing nothing, after 10 updates of a learning rate that has hardly begun to warm up.
-    types = len(lines(data / f"dict.{target}.txt")) + 4
-    perplexity = (save / "test-perplexity.txt").read_text()
-    nll, ppl = re.fullmatch(r"test nll_loss ([\d.]+) \| ppl ([\d.]+)\n", perplexity).groups()
-    assert float(nll) == pytest.approx(math.log2(types), abs=0.8)
-
-    folders = [str(tmp_path / layer) for layer in SMOKE[example]]
-    collect_results.main([*folders, "--csv", str(tmp_path / "results.csv")])
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
-    *trained, evaluated = (dict(zip(table[0], row)) for row in table[2 : 2 + len(folders)])
-    names = {"mos": "mos-9", "moc": "moc-9", "mixtape": "mixtape-4"}
-    assert [row["layer"] for row in (*trained, evaluated)] == [names[layer] for layer in SMOKE[example]]
-    for row in (*trained, evaluated):
-        assert (row["seed"], row["updates"], row["ended"]) == ("3", "10", "yes")
-    assert evaluated["test ppl"] == ppl
-    assert all((row["test ppl"], row["BLEU 13a"]) == ("not run", "not run") for row in trained)
-    assert evaluated["BLEU 13a"] == f"{scores['BLEU 13a']['score']:.2f}"
-    (row,) = [row for row in csv.DictReader(open(tmp_path / "results.csv")) if row["training"] == last]
-    assert float(row["chrF"]) == scores["chrF"]["score"] and row["chrF signature"] == scores["chrF"]["signature"]
-    assert row["command"].startswith(f"examples/{example}/train.sh {last} --smoke ")
 
 
 # --------------------------------------------------------------------------------------------- flags of train.sh

@@ -143,6 +143,35 @@ def log_probs_of(config, params, features, **draws):
     return formula(params, features, **options.get(config.output_layer, {}), **draws)
 
 
+# Parameters with a row a token; the gates' have S of them.
+ROWS = ("weight", "bias", "gate_embedding", "gate_bias")
+
+
+def predicted_tokens(layer):
+    """Those that a built layer does not mask, in order."""
+    return [x for x in range(layer.vocab_size) if x not in layer.masked_tokens]
+
+
+def layer_log_probs(layer, features, params=None, **draws):
+    """The formula of a built layer, as that of one without the masked tokens; features [..., D] -> [N, V - masked].
+
+    params are in place of the layer's own, by the same names.
+    """
+    allowed = predicted_tokens(layer)
+    params = dict(layer.named_parameters() if params is None else params)
+    for name in set(ROWS) & set(params):
+        params[name] = params[name][[x for x in allowed if x < len(params[name])]]
+    return log_probs_of(layer.config, params, features.flatten(0, -2), **draws)
+
+
+def layer_loss(layer, features, target, label_smoothing=0.0, ignore_index=-100, params=None):
+    """The label-smoothed loss of it and its unsmoothed part; features [..., D], target [...] -> two scalars."""
+    allowed = predicted_tokens(layer)
+    place = [-100 if x == ignore_index else allowed.index(x) for x in target.flatten().tolist()]
+    log_probs = layer_log_probs(layer, features, params)
+    return label_smoothed_loss(log_probs, torch.tensor(place), label_smoothing, -100)
+
+
 def context_vectors(params, features, num_components, context_mask=None):
     """h_k = tanh(H_k g + b_k), Mixtape eq. 5 (MoS: W_{h,k}), times the scale, 1 in the papers, and times its mask;
     features [N, D] -> K tensors [N, E]."""

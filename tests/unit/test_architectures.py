@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from conftest import LAYERS, build_model, complete_args, make_dictionary
-from fairseq import checkpoint_utils, options, tasks
+from fairseq import options, tasks
 from omegaconf import OmegaConf
 
 from mixtape_plugin.models import transformer
@@ -97,14 +97,6 @@ def test_tied_embeddings_are_one_parameter(output_layer, shared):
     weight = model.decoder.output_projection.weight
     assert (weight is model.decoder.embed_tokens.weight) == bool(shared)
     assert (weight is model.encoder.embed_tokens.weight) == (shared == "share_all_embeddings")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("output_layer", LAYERS)
-def test_checkpoint_brings_its_options(output_layer, trained):
-    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(trained(output_layer).checkpoint)])
-    config = model.decoder.output_projection.config
-    assert (config.output_layer, config.gate_dim, config.num_components) == (output_layer, 8, 4)
 
 
 # -------------------------------------------------------------------------------------------------- the papers

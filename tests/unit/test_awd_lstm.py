@@ -78,9 +78,7 @@ def random_tokens(*shape):
 
 
 def expected_log_probs(model, features):
-    layer = model.decoder.output_projection
-    log_probs = reference.log_probs_of(layer.config, dict(layer.named_parameters()), features.flatten(0, 1))
-    return log_probs.unflatten(0, features.shape[:2])
+    return reference.layer_log_probs(model.decoder.output_projection, features).unflatten(0, features.shape[:2])
 
 
 def weighted(features):

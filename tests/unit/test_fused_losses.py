@@ -33,7 +33,6 @@ CASES = {
 LAYERS = {case: OUTPUT_LAYERS[options["output_layer"]] for case, options in CASES.items()}
 MIXTURES = [case for case, layer in LAYERS.items() if layer.has_components]
 MASKED = (0, 4, 7, 12)  # the first and the last token, frequent ones and rare ones
-ROWS = ("weight", "bias", "gate_embedding", "gate_bias")  # parameters with a row a token; the gates' have S of them
 
 each_case = pytest.mark.parametrize("case", CASES)
 each_smoothing = pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
@@ -65,7 +64,7 @@ def random_batch(layer, *shape, ignored=(), seed=1):
     """Features [*shape, D] and targets [*shape] among the tokens that can be predicted, PAD where told."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(*shape, layer.feature_dim, dtype=torch.float64, generator=generator)
-    allowed = torch.tensor([x for x in range(layer.vocab_size) if x not in layer.masked_tokens])
+    allowed = torch.tensor(reference.predicted_tokens(layer))
     target = allowed[torch.randint(len(allowed), shape, generator=generator)]
     target.flatten()[list(ignored)] = PAD
     return features.to(layer.weight.dtype), target
@@ -82,17 +81,11 @@ def loss_and_gradients(layer, features, target, factor=1, **options):
 
 def by_formula(layer, features, target, label_smoothing=0.0, ignore_index=-100):
     """The same from the float64 formulas, written for a vocabulary without the masked tokens."""
-    allowed = [x for x in range(layer.vocab_size) if x not in layer.masked_tokens]
     leaves = {"features": features.detach().double().requires_grad_()}
     leaves.update((name, p.detach().double().requires_grad_()) for name, p in layer.named_parameters())
     parameters = dict(leaves)
-    features = parameters.pop("features").flatten(0, -2)
-    for name in ROWS:
-        if name in parameters:
-            parameters[name] = parameters[name][[x for x in allowed if x < len(parameters[name])]]
-    log_probs = reference.log_probs_of(layer.config, parameters, features)
-    renumbered = [-100 if x == ignore_index else allowed.index(x) for x in target.flatten().tolist()]
-    loss, nll = reference.label_smoothed_loss(log_probs, torch.tensor(renumbered), label_smoothing, -100)
+    features = parameters.pop("features")
+    loss, nll = reference.layer_loss(layer, features, target, label_smoothing, ignore_index, parameters)
     found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
     return {"loss": loss.detach(), "nll": nll.detach(), **dict(zip(leaves, found))}
 
@@ -247,11 +240,12 @@ def test_values_in_masked_rows_do_not_matter(case):
     before = loss_and_gradients(layer, features, target, label_smoothing=0.1)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
-            if name in ROWS:
+            if name in reference.ROWS:
                 parameter[[x for x in MASKED if x < len(parameter)]] = 1e6
     after = loss_and_gradients(layer, features, target, label_smoothing=0.1)
     assert_same(after, before)
-    assert all((after[name][[x for x in MASKED if x < len(after[name])]] == 0).all() for name in ROWS if name in after)
+    by_token = [after[name] for name in reference.ROWS if name in after]
+    assert all((gradient[[x for x in MASKED if x < len(gradient)]] == 0).all() for gradient in by_token)
 
 
 # -------------------------------------------------------------------------------------------------------- autograd

@@ -144,14 +144,10 @@ def test_scores_of_any_size(name, impl, size, masked):
     """To ±1e4, where the formulas of the paper's code end at 88: value and gradients are those in float64."""
     layer = build(name, masked=masked, output_impl=impl, std=size / 5)
     features, target = batch()
-    allowed = [x for x in range(V) if x not in masked]
     if size == 1e4:
         assert scores_of(layer, features).abs().max() > 1e4
     leaves = {key: value.detach().clone().requires_grad_() for key, value in layer.named_parameters()}
-    mine = {key: value[allowed] if key in layer.token_parameters else value for key, value in leaves.items()}
-    log_probs = reference.log_probs_of(layer.config, mine, features)
-    place = torch.tensor([allowed.index(x) for x in target.tolist()])
-    expected, _ = reference.label_smoothed_loss(log_probs, place, 0.1, -100)
+    expected, _ = reference.layer_loss(layer, features, target, 0.1, params=leaves)
     wanted = [expected.detach(), *torch.autograd.grad(expected, [features, *leaves.values()])]
     found = loss_and_gradients(layer, features, target, label_smoothing=0.1)
     assert max(relative_errors(found, wanted)) < 1e-9

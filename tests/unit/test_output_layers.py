@@ -42,10 +42,6 @@ def build(name, feature_dim=D, vocab_size=V, tied_weight=None, **options):
     return layer.double()
 
 
-def expected_log_probs(layer, features, **draws):
-    return reference.log_probs_of(layer.config, dict(layer.named_parameters()), features, **draws)
-
-
 def random_targets():
     target = torch.randint(2, V, (N,))
     target[2] = PAD
@@ -71,11 +67,11 @@ def test_evaluation_equals_reference(name, options, label_smoothing):
     layer = build(name, context_dropout=0.5, gate_dropout=0.5, gate_noise=1, **options).eval()
     features = torch.randn(N, D, dtype=torch.float64, requires_grad=True)
     target = random_targets()
-    log_probs = expected_log_probs(layer, features)
+    log_probs = reference.layer_log_probs(layer, features)
     torch.testing.assert_close(F.log_softmax(layer(features), dim=-1), log_probs)
     torch.testing.assert_close(layer.log_probs(features), log_probs)
 
-    expected = reference.label_smoothed_loss(log_probs, target, label_smoothing, PAD)
+    expected = reference.layer_loss(layer, features, target, label_smoothing, PAD)
     actual = layer.loss(features, target, label_smoothing=label_smoothing, ignore_index=PAD)
     torch.testing.assert_close(actual, expected)
     both = [loss if label_smoothing else loss + 2 * nll for loss, nll in (actual, expected)]
@@ -104,7 +100,7 @@ def test_training_equals_reference_with_the_same_draw(name, options):
         draws["gate_mask"] = scaled_mask(0.3, N, gates * GATE_DIM).view(N, gates, GATE_DIM)
         draws["gate_noise_frequent"] = 0.5 * torch.stack([torch.randn(N, frequent, **noise) for _ in range(gates)], -1)
         draws["gate_noise_shared"] = 0.5 * torch.cat([torch.randn(N, 1, **noise) for _ in range(gates)], -1)
-    expected = expected_log_probs(layer, features, **draws)
+    expected = reference.layer_log_probs(layer, features, **draws)
     torch.testing.assert_close(actual, expected)
     weights = torch.randn(N, V, dtype=torch.float64)
     for ours, theirs in zip(*(gradients((x * weights).sum(), layer, features) for x in (actual, expected))):

@@ -13,7 +13,6 @@ from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, base,
 
 N, D, E, V = 7, 6, 5, 11
 PAD = 1
-ROWS = ("weight", "bias", "gate_embedding", "gate_bias")  # parameters with a row a token; the gates' have S of them
 # Of mixtape's 6 frequent tokens: the first ones, as specials are; one between others; none; rare ones only; both.
 MASKS = {"first": (0, 1), "inside": (0, 1, 4), "outside": (7, 10), "both": (0, 5, 6, 10)}
 
@@ -38,28 +37,9 @@ def random_features(layer):
     return torch.randn(N, layer.feature_dim, dtype=torch.float64, requires_grad=True)
 
 
-def allowed_tokens(layer):
-    return [x for x in range(V) if x not in layer.masked_tokens]
-
-
 def random_targets(layer):
-    allowed = torch.tensor(allowed_tokens(layer))
+    allowed = torch.tensor(reference.predicted_tokens(layer))
     return allowed[torch.randint(len(allowed), (N,))]
-
-
-def without_masked_rows(layer):
-    """The layer's parameters as those of a layer over the other tokens alone."""
-    params = {}
-    for name, parameter in layer.named_parameters():
-        if name in ROWS:
-            parameter = parameter[[x for x in range(len(parameter)) if x not in layer.masked_tokens]]
-        params[name] = parameter
-    return params
-
-
-def expected_log_probs(layer, features):
-    """[N, V - masked], from the float64 formulas over the other tokens."""
-    return reference.log_probs_of(layer.config, without_masked_rows(layer), features)
 
 
 def gradients(loss, layer, features):
@@ -74,8 +54,8 @@ def test_equals_a_layer_without_the_masked_rows(name, masked, tied):
     layer = build(name, masked, tied)
     assert layer.masked_tokens == masked
     features = random_features(layer)
-    allowed = allowed_tokens(layer)
-    expected = expected_log_probs(layer, features)
+    allowed = reference.predicted_tokens(layer)
+    expected = reference.layer_log_probs(layer, features)
     for log_probs in (layer.log_probs(features), F.log_softmax(layer(features), dim=-1)):
         probs = log_probs.exp()
         assert (probs[:, list(masked)] == 0).all()
@@ -91,18 +71,16 @@ def test_loss_and_gradients_equal_those_of_a_layer_without_the_masked_rows(name,
     """Label smoothing too: the target keeps 1 - ε, each of the other allowed tokens has ε / (their number)."""
     layer = build(name, masked)
     features, target = random_features(layer), random_targets(layer)
-    pads = torch.zeros(N, dtype=torch.bool)
-    pads[2] = True
-    renumbered = torch.tensor([allowed_tokens(layer).index(x) for x in target.tolist()]).masked_fill(pads, -100)
-    expected = reference.label_smoothed_loss(expected_log_probs(layer, features), renumbered, label_smoothing, -100)
-    actual = layer.loss(features, target.masked_fill(pads, -100), label_smoothing=label_smoothing)
+    target[2] = -100
+    expected = reference.layer_loss(layer, features, target, label_smoothing)
+    actual = layer.loss(features, target, label_smoothing=label_smoothing)
     torch.testing.assert_close(actual, expected)
 
     # Masked rows have no part in the formula, so their gradient there is exactly 0; here too, and never NaN.
     both = [loss if label_smoothing else loss + 2 * nll for loss, nll in (expected, actual)]
     for wanted, found in zip(*(gradients(total, layer, features).items() for total in both)):
         torch.testing.assert_close(found[1], wanted[1])
-        if found[0] in ROWS:
+        if found[0] in reference.ROWS:
             rows = [x for x in masked if x < len(found[1])]
             assert (found[1][rows] == 0).all()
 
@@ -125,7 +103,7 @@ def test_loss_follows_from_forward(name):
 def test_low_precision(name, dtype):
     layer = build(name, context_dropout=0.3, gate_dropout=0.3, gate_noise=0.1)
     features, target = random_features(layer).detach(), random_targets(layer)
-    expected = expected_log_probs(layer, features).detach()
+    expected = reference.layer_log_probs(layer, features).detach()
     layer, features = layer.to(dtype), features.to(dtype).requires_grad_()
     layer.eval()
     log_probs = layer.log_probs(features)
@@ -136,7 +114,8 @@ def test_low_precision(name, dtype):
     torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(N))
     # A few units in the last place of a sum of E products, as in test_output_layers.py.
     tolerance = 8 * torch.finfo(dtype).eps * expected.abs().max().item()
-    torch.testing.assert_close(log_probs[:, allowed_tokens(layer)].double(), expected, rtol=0, atol=tolerance)
+    allowed = reference.predicted_tokens(layer)
+    torch.testing.assert_close(log_probs[:, allowed].double(), expected, rtol=0, atol=tolerance)
 
     layer.train()
     loss, nll = layer.loss(features, target, label_smoothing=0.1)
@@ -155,7 +134,7 @@ def test_values_in_masked_rows_do_not_matter(name):
     before = layer.log_probs(features), *layer.loss(features, target, label_smoothing=0.1)
     with torch.no_grad():
         for parameter_name, parameter in layer.named_parameters():
-            if parameter_name in ROWS:
+            if parameter_name in reference.ROWS:
                 parameter[[x for x in layer.masked_tokens if x < len(parameter)]] = 1e6
     after = layer.log_probs(features), *layer.loss(features, target, label_smoothing=0.1)
     torch.testing.assert_close(after, before)
@@ -233,7 +212,7 @@ def test_no_mask_is_the_default(name):
     features = random_features(layer)
     assert layer.masked_tokens == ()
     assert layer(features).isfinite().all()
-    torch.testing.assert_close(layer.log_probs(features), expected_log_probs(layer, features))
+    torch.testing.assert_close(layer.log_probs(features), reference.layer_log_probs(layer, features))
 
 
 @pytest.mark.parametrize("name", OUTPUT_LAYERS)

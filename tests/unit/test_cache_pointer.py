@@ -1,30 +1,14 @@
 """The continuous cache pointer against a loop over all pairs of tokens."""
 
 import math
-import re
-import subprocess
-import sys
 
 import pytest
 import torch
-from recipes import load_script
-from toy_language_models import (
-    EOS,
-    SCRIPTS,
-    ToyTask,
-    V,
-    build,
-    predict_by_hand,
-    random_text,
-    read_csv,
-    repetitive_text,
-    train,
-)
+from toy_language_models import EOS, ToyTask, V, build, predict_by_hand, random_text, repetitive_text
 
-from mixtape_plugin.errors import UserError
 from mixtape_plugin.evaluation import cache_pointer as module
 from mixtape_plugin.evaluation.cache_pointer import PAPER_SETTINGS, cache_log_probs, cache_pointer, mix, predict_text
-from mixtape_plugin.evaluation.language_model import load_language_model, perplexity
+from mixtape_plugin.evaluation.language_model import perplexity
 from mixtape_plugin.output_layers import OUTPUT_LAYERS
 
 
@@ -137,78 +121,3 @@ def test_gpu_agrees_with_cpu():
         for device in ("cpu", "cuda")
     ]
     assert scores[1] == pytest.approx(scores[0], rel=1e-9)
-
-
-# --------------------------------------------------------------------------------------------------- the command
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("cache"), "--output-layer", "mos")
-
-
-def perplexities(output):
-    """[(tokens, perplexity)], static and with cache, out of what the command prints."""
-    found = re.findall(r"^test: (\S+) tokens, (?:static )?perplexity (?:with cache )?(\S+)", output, re.MULTILINE)
-    return [(int(tokens.replace(",", "")), float(value)) for tokens, value in found]
-
-
-def test_command_prints_both_and_leaves_the_checkpoint_alone(trained):
-    with open(trained.path, "rb") as file:
-        before = file.read()
-    command = [sys.executable, SCRIPTS / "cache_pointer.py", trained.data, "--path", trained.path, "--cpu"]
-    result = subprocess.run(list(map(str, command)), capture_output=True, encoding="utf-8")
-    assert result.returncode == 0, result.stderr
-    assert "INFO" not in result.stderr and "DEBUG" not in result.stderr and "Warning" not in result.stderr
-    assert "(lambda 0.1, theta 1, window 500)" in result.stdout
-    with open(trained.path, "rb") as file:
-        assert file.read() == before
-
-    model, task = load_language_model(trained.path, trained.data)
-    cached = cache_pointer(predict_text(model, task, "test"), **PAPER_SETTINGS["ptb"])
-    static = perplexity(model, task, "test")
-    expected = [(300, static.perplexity), (300, cached.perplexity)]
-    assert perplexities(result.stdout) == [(tokens, pytest.approx(value, abs=6e-4)) for tokens, value in expected]
-
-
-def test_command_searches_on_the_validation_text(trained, tmp_path, capsys):
-    script, out = load_script("cache_pointer"), tmp_path / "out"
-    grid = "--search --weights 0 0.2 0.4 --thetas 0.5 2 --windows 10 100 --dataset wikitext2".split()
-    script.main([trained.data, "--path", trained.path, "--cpu", "--out", str(out), *grid])
-    rows = read_csv(out / "search.csv")
-    assert len(rows) == 12 and {row["tokens"] for row in rows} == {"200"}
-    assert {path.name for path in out.iterdir()} == {"search.csv", "search.png"}
-    assert (out / "search.png").read_bytes().startswith(b"\x89PNG")
-
-    model, task = load_language_model(trained.path, trained.data)
-    valid = predict_text(model, task, "valid")
-    for row in rows:
-        score = cache_pointer(valid, float(row["weight"]), float(row["theta"]), int(row["window"]))
-        assert float(row["perplexity"]) == pytest.approx(score.perplexity, rel=1e-6)
-    winner = min(rows, key=lambda row: float(row["perplexity"]))
-    weight, theta, window = float(winner["weight"]), float(winner["theta"]), int(winner["window"])
-    expected = cache_pointer(predict_text(model, task, "test"), weight, theta, window)
-    output = capsys.readouterr().out
-    assert perplexities(output)[1] == (300, pytest.approx(expected.perplexity, abs=6e-4))
-    assert f"(lambda {weight:g}, theta {theta:g}, window {window})" in output
-    assert weight > 0 and perplexities(output)[1][1] < perplexities(output)[0][1]
-
-
-def test_command_refuses_bad_input(trained, data, tmp_path):
-    script = load_script("cache_pointer")
-    (tmp_path / "file").write_text("no checkpoint")
-    good = [trained.data, "--path", trained.path, "--cpu"]
-    for options, message in [
-        ([*good, "--lambda", "1"], "--weight 1.0 is not allowed: from 0 to less than 1"),
-        ([*good, "--theta", "-1"], "--theta -1.0 is not allowed: 0 or more"),
-        ([*good, "--window", "0"], "--window 0 is not allowed: at least 1"),
-        ([*good, "--segment-length", "0"], "--segment-length 0 is not allowed: at least 1"),
-        ([*good, "--weights", "0.1", "1"], "is not allowed: from 0 to less than 1, each"),
-        ([*good, "--windows", "0"], "is not allowed: at least 1, each"),
-        ([*good, "--search", "--out", str(tmp_path / "file")], "file cannot be a folder"),
-        ([trained.data, "--path", str(tmp_path / "none.pt")], "none.pt does not exist"),
-        ([trained.data, "--path", str(tmp_path / "file")], "is no checkpoint"),
-    ]:
-        with pytest.raises(UserError, match=re.escape(message)) as error:
-            script.main(options)
-        assert "\n" not in str(error.value)

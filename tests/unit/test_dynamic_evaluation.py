@@ -1,27 +1,11 @@
 """Static evaluation, which counts every token, and dynamic evaluation against an update written out by hand."""
 
 import math
-import re
-import subprocess
-import sys
 
 import pytest
 import reference_lm
 import torch
-from conftest import USER_DIR, run
-from recipes import load_script
-from toy_language_models import (
-    EOS,
-    SCRIPTS,
-    ToyTask,
-    V,
-    build,
-    predict_by_hand,
-    random_text,
-    read_csv,
-    repetitive_text,
-    train,
-)
+from toy_language_models import EOS, ToyTask, V, build, predict_by_hand, random_text, repetitive_text
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.evaluation import language_model
@@ -31,7 +15,7 @@ from mixtape_plugin.evaluation.dynamic_evaluation import (
     gradient_statistics,
     gradients_without_dropout,
 )
-from mixtape_plugin.evaluation.language_model import load_language_model, perplexity
+from mixtape_plugin.evaluation.language_model import perplexity
 from mixtape_plugin.output_layers import OUTPUT_LAYERS
 
 
@@ -223,111 +207,6 @@ def test_useless_gradients_are_refused():
         gradient_statistics(model, ToyTask(train=random_text(5)))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", OUTPUT_LAYERS)
-def test_gpu_agrees_with_cpu(name):
-    task = ToyTask(train=random_text(300), test=random_text(103, seed=1))
-    scores = []
-    for device in ("cpu", "cuda"):
-        model = build(name).to(device)
-        statistics = gradient_statistics(model, task, columns=10)
-        scores.append(dynamic_evaluation(model, task, "test", statistics, 0.02, 0.075, 0.001).nll)
-    assert scores[1] == pytest.approx(scores[0], rel=1e-9)
-
-
-# --------------------------------------------------------------------------------------------------- the command
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("dynamic"), "--output-layer", "mixtape")
-
-
-def perplexities(output):
-    """{"static": (tokens, perplexity), "dynamic": …} out of what the command prints."""
-    lines = re.findall(r"^test: (\S+) tokens, (\w+) perplexity (\S+)", output, re.MULTILINE)
-    return {kind: (int(tokens.replace(",", "")), float(value)) for tokens, kind, value in lines}
-
-
-def test_command_lowers_perplexity_and_leaves_the_checkpoint_alone(trained):
-    with open(trained.path, "rb") as file:
-        before = file.read()
-    command = [sys.executable, SCRIPTS / "dynamic_evaluation.py", trained.data, "--path", trained.path, "--cpu"]
-    result = subprocess.run(list(map(str, command)), capture_output=True, encoding="utf-8")
-    assert result.returncode == 0, result.stderr
-    found = perplexities(result.stdout)
-    assert found["static"][0] == found["dynamic"][0] == 300
-    assert found["dynamic"][1] < 0.95 * found["static"][1]
-    assert "gradient statistics: 2,000 of 2,000 training tokens, 4 batches of 100 x 5" in result.stdout
-    assert "(learning rate 0.002, decay 0.075, epsilon 0.001, segments of 5)" in result.stdout
-    assert "INFO" not in result.stderr and "DEBUG" not in result.stderr and "Warning" not in result.stderr
-    with open(trained.path, "rb") as file:
-        assert file.read() == before
-
-
-def test_perplexity_is_that_of_fairseq_eval_lm(trained):
-    folders = [trained.data, "--path", trained.path, "--user-dir", USER_DIR]
-    options = (
-        "--task bptt_language_modeling --gen-subset test --batch-size 4 --tokens-per-sample 20 --cpu --num-workers 0"
-    )
-    output = run("eval_lm", *folders, *options.split()).stdout
-    loss, found = re.search(r"Loss \(base 2\): ([\d.]+), Perplexity: ([\d.]+)", output).groups()
-    score = perplexity(*load_language_model(trained.path, trained.data), "test", columns=4)
-    assert float(loss) == pytest.approx(score.nll / score.tokens / math.log(2), abs=6e-5)
-    assert float(found) == pytest.approx(score.perplexity, abs=6e-3)
-    assert "Evaluated 300 tokens" in output
-
-
-def test_command_searches_on_the_validation_text(trained, tmp_path, capsys):
-    script = load_script("dynamic_evaluation")
-    grid = "--search --learning-rates 0 0.004 --decays 0.01 0.1 --epsilon 0.002 --search-tokens 100".split()
-    script.main([trained.data, "--path", trained.path, "--cpu", "--out", str(tmp_path / "out"), *grid])
-    rows = read_csv(tmp_path / "out" / "search.csv")
-    assert [(row["learning rate"], row["decay"]) for row in rows] == [
-        ("0.0", "0.01"), ("0.0", "0.1"), ("0.004", "0.01"), ("0.004", "0.1"),
-    ]  # fmt: skip
-    assert {row["tokens"] for row in rows} == {"100"}
-    assert (tmp_path / "out" / "search.png").read_bytes().startswith(b"\x89PNG")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"search.csv", "search.png"}
-
-    model, task = load_language_model(trained.path, trained.data)
-    statistics = gradient_statistics(model, task)
-    for row in rows:
-        eta, decay = float(row["learning rate"]), float(row["decay"])
-        score = dynamic_evaluation(model, task, "valid", statistics, eta, decay, 0.002, max_tokens=100)
-        assert float(row["perplexity"]) == pytest.approx(score.perplexity, rel=1e-6)
-    winner = min(rows, key=lambda row: float(row["perplexity"]))
-    eta, decay = float(winner["learning rate"]), float(winner["decay"])
-    expected = dynamic_evaluation(model, task, "test", statistics, eta, decay, 0.002)
-    output = capsys.readouterr().out
-    assert perplexities(output)["static"] == (300, pytest.approx(perplexity(model, task, "test").perplexity, abs=6e-4))
-    assert perplexities(output)["dynamic"] == (300, pytest.approx(expected.perplexity, abs=6e-4))
-    assert f"(learning rate {eta:g}, decay {decay:g}, epsilon 0.002, segments of 5)" in output
-
-
-def test_command_refuses_bad_input(trained, data, tmp_path):
-    script = load_script("dynamic_evaluation")
-    (tmp_path / "file").write_text("no checkpoint")
-    good = [trained.data, "--path", trained.path, "--cpu"]
-    for options, message in [
-        ([*good, "--learning-rate", "-1"], "--learning-rate -1.0 is not allowed: 0 or more"),
-        ([*good, "--decay", "-1"], "--decay -1.0 is not allowed: 0 or more"),
-        ([*good, "--epsilon", "0"], "--epsilon 0.0 is not allowed: more than 0"),
-        ([*good, "--segment-length", "0"], "--segment-length 0 is not allowed: at least 1"),
-        ([*good, "--decays", "1", "-1"], "is not allowed: 0 or more, each"),
-        ([*good, "--search", "--out", str(tmp_path / "file")], "file cannot be a folder"),
-        ([trained.data, "--path", str(tmp_path / "none.pt")], "none.pt does not exist"),
-        ([trained.data, "--path", str(tmp_path / "file")], "is no checkpoint"),
-        ([str(tmp_path / "nowhere"), "--path", trained.path], "nowhere does not exist"),
-        ([str(data), "--path", trained.path], "dict"),
-    ]:
-        with pytest.raises(UserError, match=re.escape(message)) as error:
-            script.main(options)
-        assert "\n" not in str(error.value)
-    with pytest.raises(FileNotFoundError, match="Dataset not found: nosuch"):  # fairseq's sentence
-        script.main([*good, "--subset", "nosuch"])
-
-
 def test_perplexity_falls_on_a_repetitive_text():
     """A model of random weights, trained for a few steps: the words of the moment are learned as they come."""
     torch.manual_seed(0)
@@ -345,3 +224,15 @@ def test_perplexity_falls_on_a_repetitive_text():
     statistics = gradient_statistics(model, task)
     score = dynamic_evaluation(model, task, "test", statistics, **PAPER_SETTINGS["ptb"])
     assert score.perplexity < 0.95 * perplexity(model, task, "test").perplexity
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_gpu_agrees_with_cpu(name):
+    task = ToyTask(train=random_text(300), test=random_text(103, seed=1))
+    scores = []
+    for device in ("cpu", "cuda"):
+        model = build(name).to(device)
+        statistics = gradient_statistics(model, task, columns=10)
+        scores.append(dynamic_evaluation(model, task, "test", statistics, 0.02, 0.075, 0.001).nll)
+    assert scores[1] == pytest.approx(scores[0], rel=1e-9)
