@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     paths = args.inputs
     if args.last:
         count, folder = args.last
-        if not count.lstrip("-").isdigit():
+        if not re.fullmatch(r"-?\d+", count):
             raise UserError(f"--last {count} is not allowed: a whole number, then a folder")
         paths = last_checkpoints(folder, int(count), args.by)
     if os.path.exists(args.output) and any(os.path.exists(p) and os.path.samefile(p, args.output) for p in paths):

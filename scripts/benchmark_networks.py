@@ -44,7 +44,7 @@ from mixtape_plugin.benchmarks.command_line import (
     write_outputs,
 )
 from mixtape_plugin.benchmarks.measuring import Setting
-from mixtape_plugin.benchmarks.network_benchmark import COLUMNS, benchmark
+from mixtape_plugin.benchmarks.network_benchmark import COLUMNS, benchmark_networks
 from mixtape_plugin.benchmarks.network_workloads import SHAPES, SIZES, TextShape
 from mixtape_plugin.benchmarks.workloads import BASELINE, check_layer, layer_options, variants
 from mixtape_plugin.errors import UserError
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for shape, layers in chosen.items():
             bar.set_description(shape.shape)
             for budget in budgets:
-                rows += benchmark(shape, layers, setting, args.rounds, args.sizes, limit, budget, bar.update)
+                rows += benchmark_networks(shape, layers, setting, args.rounds, args.sizes, limit, budget, bar.update)
     print(markdown(rows, facts))
     write_outputs(args, COLUMNS, rows, facts, draw)
 

@@ -44,7 +44,7 @@ from mixtape_plugin.benchmarks.command_line import (
     write_outputs,
 )
 from mixtape_plugin.benchmarks.measuring import Setting
-from mixtape_plugin.benchmarks.output_layer_benchmark import COLUMNS, TINY, benchmark, sweep, turns
+from mixtape_plugin.benchmarks.output_layer_benchmark import COLUMNS, TINY, benchmark_output_layers, sweep, turns
 from mixtape_plugin.benchmarks.workloads import (
     BASELINE,
     PEERS,
@@ -232,7 +232,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows += sweep(shape, args.layers, args.impls, setting, args.rounds, limit, bar.update)
             else:
                 for budget in budgets:
-                    rows += benchmark(shape, chosen, setting, args.rounds, limit, budget, args.prices, bar.update)
+                    rows += benchmark_output_layers(
+                        shape, chosen, setting, args.rounds, limit, budget, args.prices, bar.update
+                    )
     print(markdown(rows, facts))
     write_outputs(args, COLUMNS, rows, facts, draw)
 

@@ -6,4 +6,4 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/examples/lib/evaluation.sh"
 
 # average, fairseq-validate, fairseq-generate, score.py: evaluate_translation in examples/lib/evaluation.sh
-evaluate_wmt data-bin/wmt16_en_de de "$@"
+evaluate_wmt data-bin/wmt14_en_de de "$@"

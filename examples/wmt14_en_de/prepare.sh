@@ -7,14 +7,14 @@ usage="usage: prepare.sh [--from DIR] [--out DIR] [--merges N] [--bpe subword-nm
   --from DIR    take the archives of statmt.org from DIR instead of downloading them: training-parallel-europarl-v7.tgz,
                 training-parallel-commoncrawl.tgz (both wmt13), training-parallel-nc-v11.tgz, dev.tgz (both wmt16) and
                 test-full.tgz (wmt14); or under their paths, as DIR/wmt16/translation-task/dev.tgz
-  --out DIR     binarized data, the text in DIR/text (default: data-bin/wmt16_en_de)
+  --out DIR     binarized data, the text in DIR/text (default: data-bin/wmt14_en_de)
   --merges N    BPE merges (of sentencepiece: subwords), learned on both languages together (default: 32000)
   --bpe TOOL    subword-nmt (default) or sentencepiece
   --workers N   processes (default: as many as there are processor cores); the data is the same with any number of them"
 root=$(cd "$(dirname "$0")/../.." && pwd)
 source "$root/examples/lib/translation.sh"
 
-target=de from="" out=data-bin/wmt16_en_de merges=32000 bpe=subword-nmt workers=$(getconf _NPROCESSORS_ONLN)
+target=de from="" out=data-bin/wmt14_en_de merges=32000 bpe=subword-nmt workers=$(getconf _NPROCESSORS_ONLN)
 translation_options "" "$@"
 begin "$out" "from ${from:-$mirrors}, target $target, merges $merges, $bpe"
 needs 10 3 90 "and the download of 1.8 GB"

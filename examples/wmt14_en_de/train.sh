@@ -13,7 +13,7 @@ softmax  --output-layer softmax  --parameters 209 --multiplications 209
 mos      --output-layer mos      --parameters 219 --multiplications 481
 moc      --output-layer moc      --parameters 219 --multiplications 219
 mixtape  --output-layer mixtape  --parameters 215 --multiplications 266"
-plan_wmt14 wmt14_en_de data-bin/wmt16_en_de 300000 "$@"
+plan_wmt14 wmt14_en_de data-bin/wmt14_en_de 300000 "$@"
 
 # The architecture has the paper's sizes, dropouts and relative positions, and 9 components for MoS and MoC, 4 for Mixtape.
 # Learning rate: the paper's constant 2.5, divided by the root of width times warm-up: 2.5 / sqrt(1024 * 16000).

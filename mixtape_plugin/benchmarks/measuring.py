@@ -145,7 +145,7 @@ def largest_batch(peak: Callable[[int], int], budget: float, start: int, least: 
         guess = min(max(guess, below + margin), highest)
 
 
-def fit(peak: Callable[[int], int], batch: int, estimate: float, limit: float) -> tuple:
+def peak_or_skip(peak: Callable[[int], int], batch: int, estimate: float, limit: float) -> tuple:
     """Peak memory of a batch and None, or None and why it was skipped.
 
     Args:

@@ -21,11 +21,11 @@ from mixtape_plugin.benchmarks.measuring import (
     Budget,
     Setting,
     available_memory,
-    fit,
     high_water_mark,
     in_fresh_process,
     largest_batch,
     memory_errors,
+    peak_or_skip,
     stopwatch,
     summary,
     take_turns,
@@ -226,7 +226,7 @@ def estimate_memory(variant: Variant, shape: TextShape, sizes: str = "same") -> 
     return 4 * (held + 16 * tokens * units) + scores + 10**8
 
 
-def benchmark(
+def benchmark_networks(
     shape: TextShape,
     variants: Sequence[Variant],
     setting: Setting,
@@ -265,7 +265,7 @@ def benchmark(
             row["skipped"] = None if batch_size else f"not one column or sentence fits in {budget.bytes / 1e9:.3g} GB"
         else:
             limit = available_memory(setting.device) if memory_limit is None else memory_limit
-            found, row["skipped"] = fit(peak, shape.batch_size, estimate_memory(variant, shape, sizes), limit)
+            found, row["skipped"] = peak_or_skip(peak, shape.batch_size, estimate_memory(variant, shape, sizes), limit)
         if not row["skipped"]:
             row["peak_memory_mb"] = found / 1e6
             sized = shape._replace(batch_size=row["batch_size"])

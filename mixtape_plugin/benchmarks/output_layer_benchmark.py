@@ -15,11 +15,11 @@ from mixtape_plugin.benchmarks.measuring import (
     Budget,
     Setting,
     available_memory,
-    fit,
     high_water_mark,
     in_fresh_process,
     largest_batch,
     memory_errors,
+    peak_or_skip,
     stopwatch,
     summary,
     take_turns,
@@ -149,12 +149,13 @@ def settings_of(variant: Variant, setting: Setting, prices: bool) -> dict:
 
 
 def turns(variants: Sequence[Variant], rounds: int, prices: bool = False) -> int:
-    """What :func:`benchmark` counts: one for the memory of each variant, and each turn, the matrix product's too."""
+    """What :func:`benchmark_output_layers` counts: one for the memory of each variant, and each turn, the matrix
+    product's too."""
     steps = sum(len(settings_of(variant, Setting(), prices)) for variant in variants)
     return len(variants) + (steps + 1) * (rounds + 1)
 
 
-def benchmark(
+def benchmark_output_layers(
     shape: Shape,
     variants: Sequence[Variant],
     setting: Setting,
@@ -199,7 +200,7 @@ def benchmark(
             else:
                 settings = settings_of(variant, setting, prices).values()
                 estimate = max(estimate_memory(variant, shape, its) for its in settings)
-                found, skipped = fit(peak, shape.tokens, estimate, limit)
+                found, skipped = peak_or_skip(peak, shape.tokens, estimate, limit)
         except Exception as error:
             if variant.impl not in PEERS:
                 raise
@@ -263,13 +264,13 @@ def sweep(
     memory_limit: float | None = None,
     tick: Callable[[int], object] = lambda steps: None,
 ) -> list:
-    """Rows of :func:`benchmark` at each of :data:`SWEEP_VOCAB_SIZES` with the shape's K for all, and at each of
-    :data:`SWEEP_COMPONENTS` with the shape's V; ``sweep`` and ``sweep_value`` say which."""
+    """Rows of :func:`benchmark_output_layers` at each of :data:`SWEEP_VOCAB_SIZES` with the shape's K for all, and at
+    each of :data:`SWEEP_COMPONENTS` with the shape's V; ``sweep`` and ``sweep_value`` say which."""
     points = [("V", v, shape._replace(vocab_size=v)) for v in SWEEP_VOCAB_SIZES]
     points += [("K", k, shape._replace(num_components=k)) for k in SWEEP_COMPONENTS]
     rows = []
     for name, value, point in points:
         named = [layer + f"-{point.num_components}" * class_of(layer).has_components for layer in layers]
-        found = benchmark(point, variants(named, impls), setting, rounds, memory_limit, tick=tick)
+        found = benchmark_output_layers(point, variants(named, impls), setting, rounds, memory_limit, tick=tick)
         rows += [{**row, "sweep": name, "sweep_value": value} for row in found]
     return rows

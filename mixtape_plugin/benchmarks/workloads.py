@@ -160,7 +160,7 @@ def layer_options() -> dict:
 def split_layer(layer: str) -> tuple:
     """Kind and K of a layer's name: mos and 15 of mos-15; None where it names no K."""
     kind, _, k = layer.rpartition("-")
-    return (kind, int(k)) if k.isdigit() else (layer, None)
+    return (kind, int(k)) if k.isdecimal() else (layer, None)
 
 
 def class_of(layer: str) -> type[OutputLayer]:
@@ -237,11 +237,6 @@ def multiply_adds(layer: str, shape: Shape, projected: bool = False) -> int:
     """
     projection = 0 if class_of(layer).has_projection else shape.embed_dim * shape.feature_dim
     return sized_layer(layer, shape).multiply_adds + (projection if projected else 0)
-
-
-def count_parameters(layer: str, shape: Shape) -> int:
-    """Parameters of the layer, its embedding included."""
-    return sum(parameter.numel() for parameter in sized_layer(layer, shape).parameters())
 
 
 def fused_memory(layer: OutputLayer, tokens: int, smooth: bool, size: int = 4) -> int:

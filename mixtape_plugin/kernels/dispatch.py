@@ -22,8 +22,8 @@ class Elementwise(Protocol):
     are in nats. A gradient of scores is ``scale`` times as large as it is, for float16.
     """
 
-    def score_buffer(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory [rows, columns] for a chunk's scores."""
+    def empty_rows(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory [rows, columns] for a chunk's scores, leaves or gate logits."""
 
     def softmax_minus_label_(
         self, logits: Tensor, bias: Tensor | None, target: Tensor, target_weight: float, scale: float = 1.0

@@ -26,7 +26,7 @@ class Parts(NamedTuple):
     rare_context: Tensor  # Σ_k π_k h_k of the rare tokens, [n, E]
 
 
-class ChunkScores:
+class ScoreWriter:
     """Writes the scores of one chunk of tokens after the other, in buffers that all of them share.
 
     Args:
@@ -51,8 +51,8 @@ class ChunkScores:
         values = len(weight) + (num_components + num_gates) * num_frequent
         self.slices = chunks(num_tokens, values * score_bytes(dtype))
         size, place = longest(self.slices), {"dtype": dtype, "device": weight.device}
-        self.leaves = self.ops.score_buffer(num_components * size, num_frequent, **place)
-        self.gates = self.ops.score_buffer(num_gates * size, num_frequent, **place)
+        self.leaves = self.ops.empty_rows(num_components * size, num_frequent, **place)
+        self.gates = self.ops.empty_rows(num_gates * size, num_frequent, **place)
 
     def __call__(self, contexts: Tensor, prior: Tensor, gate_contexts: Tensor, scores: Tensor) -> Parts:
         """Scores of n tokens but for the bias, into ``scores`` [n, V]; returns their :class:`Parts`."""
@@ -82,10 +82,10 @@ def mixtape_scores(
     dtype = compute_dtype(contexts)
     contexts, prior, gate_contexts = (tensor.to(dtype) for tensor in (contexts, prior, gate_contexts))
     with torch.autocast(contexts.device.type, enabled=False):
-        score = ChunkScores(len(contexts), contexts.size(1), weight, gate_weight, dtype, noise)
+        write = ScoreWriter(len(contexts), contexts.size(1), weight, gate_weight, dtype, noise)
         scores = contexts.new_empty(len(contexts), len(weight))
-        for rows in score.slices:
-            score(contexts[rows], prior[rows], gate_contexts[rows], scores[rows])
+        for rows in write.slices:
+            write(contexts[rows], prior[rows], gate_contexts[rows], scores[rows])
         return scores.add_(bias) if scores.dtype == bias.dtype else scores + bias
 
 
@@ -133,15 +133,15 @@ class MixtapeLoss(FusedLoss):
         self, contexts: Tensor, prior: Tensor, gate_contexts: Tensor, weight: Tensor, gate_weight: Tensor, bias: Tensor
     ) -> list:
         self.contexts, self.prior, self.gate_contexts, self.bias = contexts, prior, gate_contexts, bias.to(self.wide)
-        self.score = ChunkScores(len(self.target), contexts.size(1), weight, gate_weight, self.dtype, self.noise)
+        self.write = ScoreWriter(len(self.target), contexts.size(1), weight, gate_weight, self.dtype, self.noise)
         self.num_frequent = len(gate_weight)
         self.bias_sum = (self.bias if self.mask is None else self.bias.masked_fill(self.mask, 0.0)).sum()
-        self.buffer = self.ops.score_buffer(longest(self.score.slices), len(weight), self.dtype, weight.device)
-        return self.score.slices
+        self.buffer = self.ops.empty_rows(longest(self.write.slices), len(weight), self.dtype, weight.device)
+        return self.write.slices
 
     def add_chunk(self, rows: slice) -> None:
         scores = self.buffer[: rows.stop - rows.start]  # [n, V]
-        parts = self.score(self.contexts[rows], self.prior[rows], self.gate_contexts[rows], scores)
+        parts = self.write(self.contexts[rows], self.prior[rows], self.gate_contexts[rows], scores)
         self.differentiate(scores, self.target[rows])
         if self.needs_gradient:
             self.add_rows("bias", scores)
@@ -171,15 +171,15 @@ class MixtapeLoss(FusedLoss):
         leaves, gates = parts.leaves.flatten(0, 1), parts.gates.flatten(0, 1)
         self.add_product("weight", leaves.t(), parts.contexts, slice(self.num_frequent))
         self.add_product("gate_weight", gates.t(), parts.gate_contexts)
-        self.add_by_component("contexts", rows, leaves, self.score.frequent)
-        self.add_by_component("gate_contexts", rows, gates, self.score.gate_matrix)
+        self.add_by_component("contexts", rows, leaves, self.write.frequent)
+        self.add_by_component("gate_contexts", rows, gates, self.write.gate_matrix)
 
     def add_rare(self, rows: slice, scores: Tensor, context: Tensor) -> None:
         """What follows from the gradients of the rare tokens' scores, [n, V−S], and their context Σ_k π_k h_k."""
         self.add_product("weight", scores.t(), context, slice(self.num_frequent, None))
         if self.grad["contexts"] is None and self.grad["prior"] is None:
             return
-        grad = (scores @ self.score.rare).to(self.wide).unsqueeze(1) / self.scale  # [n, 1, E]
+        grad = (scores @ self.write.rare).to(self.wide).unsqueeze(1) / self.scale  # [n, 1, E]
         if self.grad["contexts"] is not None:
             self.grad["contexts"][rows].addcmul_(self.prior[rows].to(self.wide).unsqueeze(2), grad)
         if self.grad["prior"] is not None:

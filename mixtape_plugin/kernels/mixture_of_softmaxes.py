@@ -68,7 +68,7 @@ class MixtureOfSoftmaxesLoss(FusedLoss):
         self.log_prior = F.log_softmax(prior, dim=1, dtype=self.wide)
         self.num_components, size = contexts.size(1), len(weight)
         slices = chunks(len(self.target), self.num_components * size * score_bytes(self.dtype), self.num_components)
-        self.buffer = self.ops.score_buffer(longest(slices) * self.num_components, size, self.dtype, weight.device)
+        self.buffer = self.ops.empty_rows(longest(slices) * self.num_components, size, self.dtype, weight.device)
         return slices
 
     def add_chunk(self, rows: slice) -> None:

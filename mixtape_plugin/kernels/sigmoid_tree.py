@@ -6,6 +6,8 @@ Node 0 is the root. Node j < K−1 has two children: 2j+1, which gets the share 
 
 Mixing goes from the leaves up, γ_j · left + (1 − γ_j) · right, and never builds the priors. It needs one slot a
 component: the value of a subtree lies in the slot of its rightmost leaf.
+
+Shapes: K components.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class SoftmaxLoss(FusedLoss):
     def begin(self, contexts: Tensor, weight: Tensor, bias: Tensor) -> list:
         self.contexts, self.matrix, self.bias = contexts, weight.to(self.dtype), bias.to(self.wide)
         slices = chunks(len(self.target), len(weight) * score_bytes(self.dtype))
-        self.buffer = self.ops.score_buffer(longest(slices), len(weight), self.dtype, weight.device)
+        self.buffer = self.ops.empty_rows(longest(slices), len(weight), self.dtype, weight.device)
         return slices
 
     def add_chunk(self, rows: slice) -> None:

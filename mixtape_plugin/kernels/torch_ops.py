@@ -19,8 +19,8 @@ from mixtape_plugin.kernels.sigmoid_tree import nodes_bottom_up
 BLOCK = 2**18
 
 
-def score_buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory [rows, columns] for a chunk's scores."""
+def empty_rows(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory [rows, columns] for a chunk's scores, leaves or gate logits."""
     return torch.empty(rows, columns, dtype=dtype, device=device)
 
 

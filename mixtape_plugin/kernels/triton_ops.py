@@ -32,9 +32,9 @@ FIXED_POINT = tl.constexpr(2.0**40)  # of sums of gradients, each about 1 at mos
 LOWEST = tl.constexpr(-3.4e38)
 
 
-def score_buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory [rows, columns] for a chunk's scores. Each row begins at a multiple of 16 elements, without which loads
-    and stores would be of one element at a time."""
+def empty_rows(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory [rows, columns] for a chunk's scores, leaves or gate logits. Each row begins at a multiple of 16 elements,
+    without which loads and stores would be of one element at a time."""
     return torch.empty(rows, triton.cdiv(columns, 16) * 16, dtype=dtype, device=device)[:, :columns]
 
 

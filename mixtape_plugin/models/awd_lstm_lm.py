@@ -56,7 +56,7 @@ class AWDLSTMConfig(OutputLayerConfig):
 def parse_hidden_sizes(hidden_sizes: Union[str, int]) -> List[int]:
     """[1150, 1150, 400] out of "1150,1150,400"; one layer's size may be a number, as it is in a yaml file."""
     sizes = str(hidden_sizes).split(",")
-    if not all(size.strip().isdigit() and int(size) >= 1 for size in sizes):
+    if not all(size.strip().isdecimal() and int(size) >= 1 for size in sizes):
         raise UserError(
             f"--hidden-sizes {hidden_sizes} is not allowed: whole numbers of at least 1 with commas between them, "
             "such as 1150,1150,400"

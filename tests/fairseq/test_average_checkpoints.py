@@ -101,6 +101,9 @@ def test_last_counts_by_number_not_by_name(tmp_path):
         names(4)
     with pytest.raises(UserError, match="--last 0 is not allowed: 1 or more"):
         names(0)
+    for count in "two", "²":
+        with pytest.raises(UserError, match=f"--last {count} is not allowed: a whole number, then a folder"):
+            script.main(["--last", count, str(tmp_path), "--output", f"{tmp_path}/average.pt"])
 
 
 @pytest.mark.parametrize(

@@ -405,6 +405,7 @@ def test_characters_without_lines(tmp_path):
         ("--small-batch-size", 0, "at least 1, or left out"),
         ("--embed-dim", 0, "at least 1"),
         ("--hidden-sizes", "12,x", "whole numbers"),
+        ("--hidden-sizes", "12,²", "whole numbers"),
         ("--weight-dropout", 1.0, "from 0 to less than 1"),
         ("--input-dropout", math.nan, "from 0 to less than 1, and finite"),
     ],

@@ -12,7 +12,7 @@ from recipes import load_script
 
 from mixtape_plugin.benchmarks import network_benchmark as library
 from mixtape_plugin.benchmarks.measuring import Budget, Setting
-from mixtape_plugin.benchmarks.network_benchmark import TrainingStep, benchmark
+from mixtape_plugin.benchmarks.network_benchmark import TrainingStep, benchmark_networks
 from mixtape_plugin.benchmarks.network_workloads import SHAPES, network_args
 from mixtape_plugin.benchmarks.workloads import BASELINE, Variant, paper_ratio, variants
 from mixtape_plugin.errors import UserError
@@ -240,7 +240,7 @@ def test_networks_take_turns(monkeypatch):
     monkeypatch.setattr(library, "TrainingStep", FakeStep)
     monkeypatch.setattr(library, "in_fresh_process", lambda *args: 5_000_000)
     done = []
-    softmax, mixtape = benchmark(TINY, [BASELINE, mixtape_variant], Setting(), rounds=3, tick=done.append)
+    softmax, mixtape = benchmark_networks(TINY, [BASELINE, mixtape_variant], Setting(), rounds=3, tick=done.append)
     turns = [BASELINE, (BASELINE, "output"), mixtape_variant, (mixtape_variant, "output")]
     assert FakeStep.order == turns * 4
     assert sum(done) == 2 * (2 * 3 + 3)
@@ -267,7 +267,7 @@ def test_at_one_memory_budget_each_network_has_its_largest_batch(monkeypatch):
     monkeypatch.setattr(library, "TrainingStep", FakeStep)
     monkeypatch.setattr(library, "in_fresh_process", run)
     layers = [BASELINE, Variant("mos-3"), Variant("mixtape")]
-    rows = benchmark(TINY._replace(shape="ptb"), layers, Setting(), 1, budget=Budget(80_000, largest=8))
+    rows = benchmark_networks(TINY._replace(shape="ptb"), layers, Setting(), 1, budget=Budget(80_000, largest=8))
     softmax, mos, mixtape = rows
     assert (softmax["batch_size"], softmax["fits_more"]) == (24, True)  # 8 times 3
     assert (mos["batch_size"], mos["fits_more"], mos["peak_memory_mb"]) == (10, False, 0.08)
@@ -290,7 +290,7 @@ def test_what_is_too_large_is_skipped_and_not_run(monkeypatch):
     limit = library.estimate_memory(Variant("mos-3"), shape) - 1
     done = []
     layers = [BASELINE, Variant("moc-2"), Variant("mos-3")]
-    softmax, moc, mos = benchmark(shape, layers, Setting(), 2, memory_limit=limit, tick=done.append)
+    softmax, moc, mos = benchmark_networks(shape, layers, Setting(), 2, memory_limit=limit, tick=done.append)
     assert softmax["skipped"] is None and softmax["ms_median"] > 0
     assert moc["skipped"].startswith("did not fit in") and moc["ms_median"] is moc["time_ratio"] is None
     assert mos["skipped"].startswith("does not fit in") and mos["peak_memory_mb"] is None
@@ -298,7 +298,7 @@ def test_what_is_too_large_is_skipped_and_not_run(monkeypatch):
     table = script.markdown([softmax, moc, mos], {"machine": "this"})
     assert "did not fit in" in table and "does not fit in" in table
 
-    rows = benchmark(shape, [BASELINE, Variant("mos-3")], Setting(), 2, memory_limit=0)
+    rows = benchmark_networks(shape, [BASELINE, Variant("mos-3")], Setting(), 2, memory_limit=0)
     assert [row["time_ratio"] for row in rows] == [None, None]
 
 
@@ -423,7 +423,7 @@ def test_defaults_and_softmax_first():
 def test_run_on_a_gpu():
     for tiny in (TINY, TRANSLATION):
         shape = tiny._replace(vocab_size=20000, batch_size=16, segment_length=32)
-        for row in benchmark(shape, variants(LAYERS, ["eager", "fused"]), Setting("cuda"), rounds=2):
+        for row in benchmark_networks(shape, variants(LAYERS, ["eager", "fused"]), Setting("cuda"), rounds=2):
             assert row["skipped"] is None and row["ms_median"] > 0
             if row["impl"] == "eager":
                 assert row["peak_memory_mb"] >= 512 * 20000 * 4 / 1e6  # log-probabilities in float32

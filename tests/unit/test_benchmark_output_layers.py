@@ -16,7 +16,7 @@ from mixtape_plugin.benchmarks import output_layer_benchmark as library
 from mixtape_plugin.benchmarks import workloads
 from mixtape_plugin.benchmarks.command_line import write_outputs
 from mixtape_plugin.benchmarks.measuring import Budget, Setting, available_memory, largest_batch
-from mixtape_plugin.benchmarks.output_layer_benchmark import Step, benchmark
+from mixtape_plugin.benchmarks.output_layer_benchmark import Step, benchmark_output_layers
 from mixtape_plugin.benchmarks.workloads import BASELINE, SHAPES, Shape, Variant, layer_options, multiply_adds
 from mixtape_plugin.errors import UserError
 
@@ -32,6 +32,10 @@ def same_number_of_threads():
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+def count_parameters(layer, shape):
+    return library.new_row(Variant(layer), shape, None)["parameters"]
 
 
 def test_multiply_adds_of_penn_treebank_by_hand():
@@ -60,12 +64,12 @@ def test_multiply_adds_are_what_torch_counts(layer):
 
 def test_parameters_by_hand():
     embedding, d2 = 50 * (6 + 1), workloads.GATE_DIM
-    assert workloads.count_parameters("softmax", TINY) == embedding
+    assert count_parameters("softmax", TINY) == embedding
     for layer, k in (("mos", 3), ("moc-2", 2)):  # contexts with biases, priors without
-        assert workloads.count_parameters(layer, TINY) == embedding + k * 6 * (10 + 1) + k * 10
+        assert count_parameters(layer, TINY) == embedding + k * 6 * (10 + 1) + k * 10
     for layer, k, s in (("mixtape", 4, 10), ("mixtape-3", 3, 10), ("mixtape-no-sharing", 4, 50)):
         gates = (k - 1) * (d2 * (10 + 1) + 10) + s * (d2 + k - 1)  # U_k and u_k; v_x and b_x of each frequent token
-        assert workloads.count_parameters(layer, TINY) == embedding + k * 6 * (10 + 1) + gates
+        assert count_parameters(layer, TINY) == embedding + k * 6 * (10 + 1) + gates
 
 
 def test_ratios_of_the_paper():
@@ -169,7 +173,7 @@ def test_layers_take_turns_and_medians_leave_the_warm_up_out(monkeypatch):
     monkeypatch.setattr(library, "MatrixProduct", FakeProduct)
     monkeypatch.setattr(library, "peak_memory_of_fresh_process", lambda *args: 5_000_000)
     done, variants = [], list(seconds)
-    softmax, mixtape = benchmark(TINY, variants, Setting(), rounds=3, tick=done.append)
+    softmax, mixtape = benchmark_output_layers(TINY, variants, Setting(), rounds=3, tick=done.append)
     assert order == variants * 4
     assert sum(done) == library.turns(variants, 3)
     assert (softmax["ms_median"], softmax["ms_min"], softmax["ms_max"]) == (2000, 1000, 6000)
@@ -197,7 +201,7 @@ def test_prices_are_measured_in_the_same_rounds(monkeypatch):
     monkeypatch.setattr(library, "MatrixProduct", FakeProduct)
     monkeypatch.setattr(library, "peak_memory_of_fresh_process", lambda *args: 0)
     done, variants = [], [Variant("softmax"), Variant("softmax", "torch"), Variant("mixtape", "fused")]
-    softmax, peer, mixtape = benchmark(TINY, variants, Setting(), rounds=2, prices=True, tick=done.append)
+    softmax, peer, mixtape = benchmark_output_layers(TINY, variants, Setting(), rounds=2, prices=True, tick=done.append)
     assert len(set(order)) == 6 and order == order[:6] * 3
     assert sum(done) == library.turns(variants, 2, prices=True)
     assert (softmax["ms_median"], softmax["noise_ratio"], softmax["smoothing_ratio"]) == (1000, None, 1.1)
@@ -218,7 +222,7 @@ def test_what_is_too_large_is_skipped_and_not_run(monkeypatch):
     variants = [BASELINE, Variant("softmax", "torch"), Variant("moc"), Variant("mos"), Variant("mos", "fused")]
     shape = TINY._replace(vocab_size=5000, tokens=4000)
     limit = library.estimate_memory(Variant("mos"), shape, Setting()) - 1
-    softmax, peer, moc, mos, fused = benchmark(shape, variants, Setting(), 1, limit, tick=done.append)
+    softmax, peer, moc, mos, fused = benchmark_output_layers(shape, variants, Setting(), 1, limit, tick=done.append)
     assert softmax["skipped"] is None and softmax["ms_median"] > 0
     assert peer["skipped"] == "refuses: not this one"
     assert moc["skipped"].startswith("did not fit in") and moc["ms_median"] is moc["time_ratio"] is None
@@ -229,7 +233,7 @@ def test_what_is_too_large_is_skipped_and_not_run(monkeypatch):
 
     done.clear()
     variants = [BASELINE, Variant("mos")]
-    rows = benchmark(TINY, variants, Setting(), 2, memory_limit=0, prices=True, tick=done.append)
+    rows = benchmark_output_layers(TINY, variants, Setting(), 2, memory_limit=0, prices=True, tick=done.append)
     assert [row["time_ratio"] for row in rows] == [None, None] and sum(done) == library.turns(variants, 2, prices=True)
 
 
@@ -307,11 +311,11 @@ def test_at_one_memory_budget_each_layer_has_its_largest_batch(monkeypatch):
     shape = TINY._replace(shape="ptb")
     variants = [BASELINE, Variant("mixtape"), Variant("mixtape", "fused")]
     a_token["mos"] = 10**9
-    rows = benchmark(shape, [*variants, Variant("mos")], Setting(), 1, budget=Budget(500_000, largest=20))
+    rows = benchmark_output_layers(shape, [*variants, Variant("mos")], Setting(), 1, budget=Budget(500_000, largest=20))
     softmax, mixtape, fused, mos = rows
-    weights = 8 * workloads.count_parameters("softmax", shape)
+    weights = 8 * count_parameters("softmax", shape)
     assert softmax["tokens"] == 400 < (500_000 - weights) / 1000 and softmax["fits_more"]  # 20 times the shape's N
-    weights = 8 * workloads.count_parameters("mixtape", shape)
+    weights = 8 * count_parameters("mixtape", shape)
     exact = (500_000 - weights) // 4000
     assert exact - 2 <= mixtape["tokens"] <= exact and not mixtape["fits_more"]
     assert mixtape["peak_memory_mb"] == 4000 * mixtape["tokens"] / 1e6
@@ -378,7 +382,7 @@ def test_run_from_the_command_line(tmp_path):
         most = library.estimate_memory(Variant(layer, impl), shape, setting) / 1e6
         assert least <= float(row["peak_memory_mb"]) <= most, row["layer"]
     for row, (layer, _) in zip(at_one_budget, expected):
-        weights = 8 * workloads.count_parameters(layer, shape) / 1e6
+        weights = 8 * count_parameters(layer, shape) / 1e6
         assert row["memory_budget_gb"] == "0.2" and 16 < int(row["tokens"]) <= 512
         assert float(row["peak_memory_mb"]) + weights <= 200
         assert float(row["us_per_token"]) == pytest.approx(1000 * float(row["ms_median"]) / int(row["tokens"]))
@@ -416,6 +420,7 @@ def test_csv_appears_whole_or_not_at_all(tmp_path):
         ["--layers", "transformer"],
         ["--layers", "softmax-3"],
         ["--layers", "mos-0"],
+        ["--layers", "mos-²"],
         ["--rounds", "0"],
         ["--threads", "0"],
         ["--tokens", "16"],
@@ -467,10 +472,12 @@ def test_run_on_a_gpu():
     shape = Shape("gpu", 20000, 64, 96, 3, 0.1, 512)
     setting = Setting("cuda", "bfloat16")
     variants = workloads.variants(LAYERS, ["eager", "fused", *workloads.installed_peers("cuda")])
-    for row in benchmark(shape, variants, setting, rounds=2):
+    for row in benchmark_output_layers(shape, variants, setting, rounds=2):
         assert row["skipped"] is None and row["ms_median"] > 0
         if row["impl"] == "eager":
             assert row["peak_memory_mb"] >= 512 * 20000 * 4 / 1e6  # log-probabilities in float32
     budget = Budget(2e8, largest=4)
-    for row in benchmark(shape, workloads.variants(LAYERS, ["eager", "fused"]), setting, 1, budget=budget):
+    for row in benchmark_output_layers(
+        shape, workloads.variants(LAYERS, ["eager", "fused"]), setting, 1, budget=budget
+    ):
         assert row["skipped"] is None and 16 < row["tokens"] <= 2048
