@@ -407,7 +407,7 @@ def test_run_at_one_memory_budget(tmp_path):
     assert [(row["layer"], row["impl"]) for row in rows] == 2 * names
     at_one_budget = rows[len(names) :]
     for row in at_one_budget:
-        weights = 8 * workloads.count_parameters(row["layer"], shape) / 1e6
+        weights = 8 * count_parameters(row["layer"], shape) / 1e6
         assert row["memory_budget_gb"] == "0.2" and 16 < int(row["tokens"]) <= 512
         assert float(row["peak_memory_mb"]) + weights <= 200
         assert float(row["us_per_token"]) == pytest.approx(1000 * float(row["ms_median"]) / int(row["tokens"]))
