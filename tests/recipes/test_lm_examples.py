@@ -1,44 +1,33 @@
-"""examples/{ptb,wikitext2,one_billion_word,text8} on small texts made here: prepare.sh, train.sh and evaluate.sh."""
+"""examples/{ptb,wikitext2} on small texts made here; and what the scripts of all language models do with options."""
 
 import gzip
-import hashlib
-import math
 import os
 import random
-import re
 import shutil
-import subprocess
-import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
-import recipes
 import torch
 from conftest import USER_DIR
 from fairseq import options
-from fairseq.data import Dictionary, data_utils
+from fairseq.data import Dictionary
 from fairseq.tokenizer import tokenize_line
-from recipes import PRINT, ROOT, load_script, machine, mistake, output, run, stub, write_archive
+from recipes import (
+    PRINT,
+    ROOT,
+    TINY_LSTM,
+    binarized_files,
+    decoded,
+    load_script,
+    machine,
+    mistake,
+    output,
+    run,
+    stub,
+)
 
 SPLITS = ("train", "valid", "test")
-
-
-def files(folder):
-    """Name -> content of all that is in a folder, but for the log, which holds the folder's name."""
-    return {
-        name: content
-        for name, content in recipes.files(folder).items()
-        if Path(name).name not in ("preprocess.log", "settings")
-    }
-
-
-def decoded(folder, split):
-    """The lines of a binarized split, as lists of symbols with </s>."""
-    dictionary = Dictionary.load(str(folder / "dict.txt"))
-    lines = data_utils.load_indexed_dataset(str(folder / split), dictionary)
-    return [[dictionary[token] for token in lines[i]] for i in range(len(lines))]
 
 
 # ---------------------------------------------------------------------------------- Penn Treebank and WikiText-2
@@ -105,7 +94,7 @@ def test_words(ptb, ptb_text, tmp_path):
     dictionary.finalize(padding_factor=1)
     dictionary.save(str(tmp_path / "dict.txt"))
     assert (ptb / "dict.txt").read_bytes() == (tmp_path / "dict.txt").read_bytes()
-    assert not [name for name in files(ptb) if name.endswith(".part") or "binarizing" in name]
+    assert not [name for name in binarized_files(ptb) if name.endswith(".part") or "binarizing" in name]
 
 
 @pytest.mark.slow
@@ -170,7 +159,7 @@ def test_downloads_are_checked(ptb_text, tmp_path):
         f"prepare.sh: {url}/ptb.train.txt could not be downloaded whole; run it again, or give a local copy as --from"
     )
     assert mistake("ptb", "prepare.sh", "--out", tmp_path / "ptb", PTB_URL=url) == message
-    assert sorted(files(tmp_path / "ptb")) == []
+    assert sorted(binarized_files(tmp_path / "ptb")) == []
     with zipfile.ZipFile(tmp_path / "wiki.zip", "w") as archive:
         archive.writestr("wikitext-2/wiki.train.tokens", " = a = \n")
     whole = (tmp_path / "wiki.zip").read_bytes()
@@ -205,9 +194,6 @@ def test_penn_treebank_itself(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------ training
-
-TINY = "--embed-dim 8 --hidden-sizes 12,8 --gate-dim 4 --num-components 3 --log-interval 1 --num-workers 0 --cpu"
-TINY = TINY.split()
 
 
 def flags_of(example, data, tmp_path, *args):
@@ -289,19 +275,10 @@ def test_flags_on_text8(layer, sizes, tmp_path):
     assert args.lr == [1e-3]  # a later flag wins
 
 
-def check_score(path, unit, tokens):
-    count, bits, perplexity = re.fullmatch(
-        rf"\w+: ([\d,]+) {unit}s, ([\d.]+) bits a {unit}, perplexity ([\d.]+)\n", path.read_text()
-    ).groups()
-    assert int(count.replace(",", "")) == tokens
-    assert float(perplexity) == pytest.approx(2 ** float(bits), rel=1e-3)
-    return float(bits)
-
-
 @pytest.mark.slow
 def test_train_and_finetune_on_words(ptb, tmp_path):
     save = tmp_path / "save"
-    flags = ["--data", ptb, "--save", save, *TINY, "--batch-size", 4, "--max-epoch", 1]
+    flags = ["--data", ptb, "--save", save, *TINY_LSTM, "--batch-size", 4, "--max-epoch", 1]
     log = output("ptb", "train.sh", "mixtape", *flags)
     assert (save / "train.log").read_text() == log and "epoch 001" in log
     before = (save / "checkpoint_best.pt").read_bytes()
@@ -374,221 +351,3 @@ def test_train_and_evaluate_refuse_mistakes(tmp_path):
         assert "--help" in mistake(example, "evaluate.sh")
         for script in ("prepare.sh", "train.sh", "evaluate.sh"):
             assert output(example, script, "--help").startswith(f"usage: {script} ")
-
-
-# ------------------------------------------------------------------------------------------------ One Billion Word
-
-ONE_BILLION = "1-billion-word-language-modeling-benchmark-r13output"
-
-
-def one_billion_text():
-    """Name -> content of three training shards and the held-out parts, among other files of the archive."""
-    rng = random.Random(5)
-    words = ["The", "the", "ÄRGER", "Straße", ",", *(f"W{n}" for n in range(30))]
-
-    def text(count):
-        lines = [" ".join(rng.choices(words, [1 / (n + 1) for n in range(35)], k=6)) for _ in range(count)]
-        return "".join(line + "\n" for line in lines).encode()
-
-    files = {"README": b"read me\n"}
-    for n in (3, 1, 2):
-        files[f"training-monolingual.tokenized.shuffled/news.en-{n:05d}-of-00100"] = text(60)
-    for n in (40, 30, 20, 10, 5, 0):
-        files[f"heldout-monolingual.tokenized.shuffled/news.en.heldout-{n:05d}-of-00050"] = text(10)
-    return {f"{ONE_BILLION}/{name}": content for name, content in files.items()}
-
-
-def shard_text(content, *numbers, heldout=False):
-    pattern = "heldout-monolingual.tokenized.shuffled/news.en.heldout-{:05d}-of-00050"
-    pattern = pattern if heldout else "training-monolingual.tokenized.shuffled/news.en-{:05d}-of-00100"
-    return "".join(content[f"{ONE_BILLION}/{pattern.format(n)}"].decode() for n in numbers)
-
-
-@pytest.fixture(scope="module")
-def one_billion(tmp_path_factory):
-    content, folder = one_billion_text(), tmp_path_factory.mktemp("one_billion")
-    write_archive(folder / f"{ONE_BILLION}.tar.gz", content)
-    flags = ["--from", folder, "--out", folder / "data", "--shards", 2, "--types", 20]
-    printed = output("one_billion_word", "prepare.sh", *flags)
-    assert printed.endswith("data is ready: 2 shards, 20 types; tokens with </s>: train 840, valid 140, test 210\n")
-    return folder / "data", content
-
-
-@pytest.mark.slow
-def test_one_billion_word(one_billion):
-    data, content = one_billion
-    train = [shard_text(content, n).lower() for n in (1, 2)]
-    counts = {}
-    for word in "".join(train).split():
-        counts[word] = counts.get(word, 0) + 1
-    kept = [line.split() for line in (data / "shard00" / "dict.txt").read_text("utf-8").splitlines()]
-    # <unk> and </s> are the other two of 20 types; equally frequent words in alphabetical order
-    assert kept == [[word, str(n)] for word, n in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:18]]
-    assert "the" in counts and "The" not in counts and "ärger" in counts
-    known = {word for word, _ in kept}
-    expected = {
-        ("shard00", "train"): train[0],
-        ("shard01", "train"): train[1],
-        ("shard00", "valid"): shard_text(content, 0, 10, heldout=True).lower(),
-        ("shard00", "test"): shard_text(content, 20, 30, 40, heldout=True).lower(),
-    }
-    for (shard, split), text in expected.items():
-        lines = [[word if word in known else "<unk>" for word in line.split()] + ["</s>"] for line in text.splitlines()]
-        assert decoded(data / shard, split) == lines
-    assert (data / "shard01" / "dict.txt").read_bytes() == (data / "shard00" / "dict.txt").read_bytes()
-    assert not (data / "shard01" / "valid.bin").exists() and not (data / "shard02").exists()
-    assert not [name for name in files(data) if name.endswith(".part")]
-
-
-@pytest.mark.slow
-def test_train_on_one_billion_word(one_billion, tmp_path):
-    data, _ = one_billion
-    flags = [*TINY, "--batch-size", 4, "--frequent-ratio", 0.5, "--lr", 1, "--max-epoch", 2]
-    log = output("one_billion_word", "train.sh", "mixtape", "--data", data, "--save", tmp_path, *flags)
-    assert f"{data}/shard00/train: 420 tokens" in log and f"{data}/shard01/train: 420 tokens" in log
-
-
-def run_text(source, text, *args):
-    """The script that reads the archive, alone."""
-    script = ROOT / "examples" / "lib" / "prepare_one_billion_word.py"
-    done = subprocess.run(
-        [sys.executable, str(script), *map(str, (source, text, *args))], stderr=subprocess.PIPE, encoding="utf-8"
-    )
-    return done.returncode, done.stderr.splitlines()[-1] if done.stderr else ""
-
-
-def link(name, target, kind):
-    member = tarfile.TarInfo(name)
-    member.type, member.linkname = kind, target
-    return member
-
-
-@pytest.mark.parametrize(
-    "member, reason",
-    [
-        (tarfile.TarInfo("../evil"), "lies outside its folder"),
-        (tarfile.TarInfo(f"{ONE_BILLION}/../../evil"), "lies outside its folder"),
-        (tarfile.TarInfo("/tmp/evil-of-the-archive"), "lies outside its folder"),
-        (link(f"{ONE_BILLION}/link", "/etc/passwd", tarfile.SYMTYPE), "is neither a file nor a folder"),
-        (link(f"{ONE_BILLION}/link", f"{ONE_BILLION}/README", tarfile.LNKTYPE), "is neither a file nor a folder"),
-        (link(f"{ONE_BILLION}/pipe", "", tarfile.FIFOTYPE), "is neither a file nor a folder"),
-    ],
-)
-def test_an_archive_that_is_not_safe_is_refused(member, reason, tmp_path):
-    archive = tmp_path / "archive.tar.gz"
-    write_archive(archive, one_billion_text(), member)
-    message = f"prepare_one_billion_word.py: {archive} is refused: its member {member.name!r} {reason}"
-    assert run_text(archive, tmp_path / "deep" / "text", "--shards", 2) == (1, message)
-    assert not (tmp_path / "evil").exists() and not (tmp_path / "deep" / "evil").exists()
-    assert files(tmp_path / "deep" / "text") == {}
-
-
-def test_one_billion_word_refuses_what_is_not_whole(tmp_path):
-    content, text = one_billion_text(), tmp_path / "text"
-    first = f"{ONE_BILLION}/training-monolingual.tokenized.shuffled/news.en-00002-of-00100"
-    content[first] += b"caf\xe9\n"
-    folder = tmp_path / ONE_BILLION
-    for name, data in content.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(data)
-    code, message = run_text(folder, text, "--shards", 3)
-    assert code == 1 and message.startswith(f"prepare_one_billion_word.py: {first} in {folder} is not UTF-8 text: ")
-    assert sorted(files(text)) == sorted(
-        [*(f"heldout.{n:02d}" for n in (0, 10, 20, 30, 40)), "train.00", "train.01.part"]
-    )
-
-    # goes on where it stopped
-    (tmp_path / first).write_bytes(b"Two\r Words")
-    times = {path: path.stat().st_mtime_ns for path in text.iterdir() if not path.name.endswith(".part")}
-    code, message = run_text(folder, text, "--shards", 5)
-    assert code == 1 and message == (
-        f"prepare_one_billion_word.py: {folder} lacks 2 of the files that are needed, "
-        "the first of them news.en-00004-of-00100"
-    )
-    assert (text / "train.01").read_text() == "two  words\n" and (text / "train.02").exists()
-    assert {path: path.stat().st_mtime_ns for path in times} == times
-
-    archive = tmp_path / "archive.tar.gz"
-    write_archive(archive, one_billion_text())
-    whole = archive.read_bytes()
-    for damaged in (whole[:-500], whole[:-8] + bytes(4) + whole[-4:]):  # cut off; another checksum
-        archive.write_bytes(damaged)
-        code, message = run_text(archive, tmp_path / "other", "--shards", 3)
-        assert code == 1 and message.startswith(f"prepare_one_billion_word.py: {archive} is damaged or incomplete: ")
-        assert files(tmp_path / "other") == {}
-    code, message = run_text(tmp_path / "nowhere", tmp_path / "other")
-    assert code == 1 and "No such file" in message
-
-
-@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
-def test_one_billion_word_download(tmp_path):
-    """From a folder in place of the server: goes on with a part; another checksum is refused."""
-    write_archive(tmp_path / f"{ONE_BILLION}.tar.gz", one_billion_text())
-    whole = (tmp_path / f"{ONE_BILLION}.tar.gz").read_bytes()
-    part = tmp_path / "out" / "text" / f"{ONE_BILLION}.tar.gz.part"
-    part.parent.mkdir(parents=True)
-    part.write_bytes(whole[:100])
-    flags = ["one_billion_word", "prepare.sh", "--out", tmp_path / "out"]
-    address = tmp_path.as_uri()
-    message = f"prepare.sh: {address}/{ONE_BILLION}.tar.gz could not be downloaded whole; "
-    assert mistake(*flags, ONE_BILLION_URL=address) == message + "run it again, or give a local copy as --from"
-    assert not part.exists() and not part.with_suffix("").exists()
-    part.write_bytes(whole[:100])
-    digest = hashlib.sha256(whole).hexdigest()
-    message = mistake(*flags, ONE_BILLION_URL=address, ONE_BILLION_SHA256=digest)
-    assert message.endswith("lacks 96 of the files that are needed, the first of them news.en-00004-of-00100")
-    assert part.with_suffix("").read_bytes() == whole and not part.exists()
-    message = "prepare.sh: --shards is 100, allowed is 1 to 99"
-    assert mistake("one_billion_word", "prepare.sh", "--shards", 100) == message
-
-
-# ----------------------------------------------------------------------------------------------------------- text8
-
-
-@pytest.fixture(scope="module")
-def text8(tmp_path_factory):
-    folder, rng = tmp_path_factory.mktemp("text8"), random.Random(8)
-    text = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", range(40, 13, -1), k=25_000))
-    with zipfile.ZipFile(folder / "text8.zip", "w") as archive:
-        archive.writestr("text8", text)
-    flags = ["--from", folder, "--out", folder / "data", "--characters", "20001,1000,600"]
-    printed = output("text8", "prepare.sh", *flags)
-    assert printed.endswith("data is ready: 27 symbols, 20001 training, 1000 validation and 600 test characters\n")
-    return folder / "data", text
-
-
-@pytest.mark.slow
-def test_text8(text8):
-    data, text = text8
-    parts = {"train": text[:20_001], "valid": text[20_001:21_001], "test": text[21_001:21_601]}
-    for split, part in parts.items():
-        lines = decoded(data, split)
-        assert all(line[-1] == "</s>" for line in lines)
-        assert "".join(symbol for line in lines for symbol in line[:-1]).replace("_", " ") == part
-    assert [len(line) for line in decoded(data, "train")] == [10_001, 10_001, 2]
-    assert len(Dictionary.load(str(data / "dict.txt"))) == 27 + 4
-
-
-@pytest.mark.slow
-def test_train_and_evaluate_on_text8(text8, tmp_path):
-    data, text = text8
-    flags = [*TINY, "--hidden-sizes", 12, "--batch-size", 8, "--max-update", 3, "--max-epoch", 1]
-    log = output("text8", "train.sh", "mos7", "--data", data, "--save", tmp_path, *flags)
-    assert "bpc" in log
-    output("text8", "evaluate.sh", tmp_path, "--data", data, "--cpu")
-    check_score(tmp_path / "valid.txt", "character", 1000)
-    # hardly trained: not far from knowing nothing, and no mass is on </s> and <unk>
-    assert check_score(tmp_path / "test.txt", "character", 600) == pytest.approx(math.log2(27), abs=0.3)
-
-
-def test_text8_refuses_mistakes(tmp_path):
-    flags = ["text8", "prepare.sh", "--from", tmp_path, "--out", tmp_path / "out"]
-    assert mistake(*flags) == f"prepare.sh: --from has none of {tmp_path}/text8, text8.gz and text8.zip"
-    (tmp_path / "text8").write_text("abc d")
-    message = f"prepare.sh: {tmp_path}/out/text/text8 has 5 characters, "
-    assert mistake(*flags) == message + "--characters 90000000,5000000,5000000 asks for 100000000"
-    shutil.rmtree(tmp_path / "out")
-    (tmp_path / "text8").write_text("abc D1")
-    message = f"prepare.sh: {tmp_path}/out/text/text8 is not text8: 2 of its bytes are neither a to z nor the space"
-    assert mistake(*flags) == message
-    assert "--characters is '1,2', allowed are three" in mistake(*flags, "--characters", "1,2")

@@ -10,13 +10,15 @@ import recipes
 import sacrebleu
 from recipes import lines, multi30k_lines, output
 
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif("MIXTAPE_DATA" not in os.environ, reason="MIXTAPE_DATA does not name the folder of real data"),
+]
 
-@pytest.mark.slow
-@pytest.mark.skipif("MIXTAPE_DATA" not in os.environ, reason="MIXTAPE_DATA does not name the folder of real data")
-@pytest.mark.parametrize("target, bpe, layer", [("de", "subword-nmt", "mixtape"), ("fr", "sentencepiece", "moc")])
-def test_multi30k_from_raw_text_to_the_table(target, bpe, layer, tmp_path, capsys):
-    """1,000 pairs of it: a score in the end, which is sacrebleu's of what was translated."""
-    folder, data, save = tmp_path / "raw", tmp_path / "data", tmp_path / "save"
+
+def prepare(target, bpe, tmp_path):
+    """1,000 pairs, prepared, each stage checked: the folder of the data and the raw sentences."""
+    folder, data = tmp_path / "raw", tmp_path / "data"
     folder.mkdir()
     raw = {}
     for split, name, size in (("train", "train", 1000), ("valid", "val", 40), ("test", "test_2016_flickr", 40)):
@@ -33,7 +35,18 @@ def test_multi30k_from_raw_text_to_the_table(target, bpe, layer, tmp_path, capsy
         else:
             joined = [line.replace("@@ ", "") for line in stages[2]]
         assert joined == stages[1]
+    return data, raw
 
+
+def test_preparation_with_subword_nmt(tmp_path):
+    """Training on such data is in test_multi30k_example.py."""
+    prepare("de", "subword-nmt", tmp_path)
+
+
+def test_from_raw_text_with_sentencepiece_to_the_table(tmp_path, capsys):
+    """A score in the end, which is sacrebleu's of what was translated."""
+    target, layer, save = "fr", "moc", tmp_path / "save"
+    data, raw = prepare(target, "sentencepiece", tmp_path)
     flags = ["--data", data, "--save", save, *recipes.TINY_TRANSFORMER, "--max-epoch", 5]
     output("multi30k", "train.sh", layer, *flags)
     output("multi30k", "evaluate.sh", save, "--data", data, "--last", 5)

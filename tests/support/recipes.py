@@ -10,11 +10,15 @@ import sys
 import tarfile
 from pathlib import Path
 
+from fairseq.data import Dictionary, data_utils
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY_TRANSFORMER = """
     --encoder-layers 1 --encoder-embed-dim 16 --encoder-ffn-embed-dim 16 --decoder-layers 1 --decoder-embed-dim 16
     --decoder-ffn-embed-dim 16 --max-epoch 6 --max-tokens 1000 --gate-dim 4 --warmup-updates 10 --log-interval 1
 """.split()
+TINY_LSTM = "--embed-dim 8 --hidden-sizes 12,8 --gate-dim 4 --num-components 3 --log-interval 1 --num-workers 0 --cpu"
+TINY_LSTM = TINY_LSTM.split()
 
 
 def start(example, script, *args, **environment):
@@ -98,6 +102,18 @@ def load_script(name):
 
 def files(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def binarized_files(folder):
+    """The same but for the logs, which hold the folder's name."""
+    return {name: data for name, data in files(folder).items() if Path(name).name not in ("preprocess.log", "settings")}
+
+
+def decoded(folder, split):
+    """The lines of a binarized text, as lists of symbols with </s>."""
+    dictionary = Dictionary.load(str(folder / "dict.txt"))
+    lines = data_utils.load_indexed_dataset(str(folder / split), dictionary)
+    return [[dictionary[token] for token in lines[i]] for i in range(len(lines))]
 
 
 def lines(path):
