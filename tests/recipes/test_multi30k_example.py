@@ -88,7 +88,6 @@ def test_prepare(prepared, corpus):
 
 
 @pytest.mark.slow
-<<<<<<< HEAD
 def test_prepare_in_lower_case(corpus, tmp_path):
     out = tmp_path / "en-de"
     options = ["--from", corpus, "--out", out, "--merges", 60]
@@ -101,8 +100,7 @@ def test_prepare_in_lower_case(corpus, tmp_path):
     assert "--case is 'title', allowed are keep and lower" in mistake("prepare.sh", *options, "--case", "title")
 
 
-=======
->>>>>>> wt-a
+@pytest.mark.slow
 def test_prepare_again_changes_nothing(prepared, corpus):
     before, times = files(prepared), {path: path.stat().st_mtime_ns for path in prepared.rglob("*") if path.is_file()}
     done = run("prepare.sh", "--from", corpus, "--out", prepared, "--merges", 60)
