@@ -12,6 +12,8 @@ Prints a table and writes it (layers.csv), the divergence at every step (kl.csv)
 was learned (maps.csv, maps.png).
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 from pathlib import Path
@@ -25,7 +27,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from mixtape_plugin.analysis.bottleneck import LAYERS, MAP_SCORES, fit, random_conditional
+from mixtape_plugin.analysis.bottleneck import LAYERS, MAP_SCORES, Fit, fit, random_conditional
 from mixtape_plugin.analysis.files import write_csv, write_whole
 from mixtape_plugin.analysis.rank import log_prob_rank, singular_values
 from mixtape_plugin.errors import UserError
@@ -35,7 +37,7 @@ MAX_CELLS = 2**22
 COLUMNS = ["layer", "KL from the truth (nats)", "rank of log P", "accuracy of the top token", "parameters", "seconds"]
 
 
-def draw(path, fits, true_sigma, title):
+def draw(path: Path, fits: dict[str, Fit], true_sigma: torch.Tensor, title: str) -> None:
     """KL against steps, and singular values of log P over the largest one."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     for name, result in fits.items():
@@ -50,7 +52,7 @@ def draw(path, fits, true_sigma, title):
     plt.close(figure)
 
 
-def draw_maps(path, maps):
+def draw_maps(path: Path, maps: dict[str, torch.Tensor]) -> None:
     """f(z) of each map, and f(z) − z, which a softmax sees but for what is the same for all tokens."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     for name, values in maps.items():
@@ -65,7 +67,7 @@ def draw_maps(path, maps):
     plt.close(figure)
 
 
-def table(fits):
+def table(fits: dict[str, Fit]) -> str:
     rows = [
         [name, f"{fit.kl:.2f}", fit.rank, f"{fit.accuracy:.3f}", f"{fit.parameters:,}", f"{fit.seconds:.1f}"]
         for name, fit in fits.items()
@@ -78,7 +80,7 @@ def table(fits):
     return "\n".join(lines)
 
 
-def parse_args(argv):
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="updates of each layer (default: %(default)s)")
     parser.add_argument("--contexts", type=int, default=1024, help="N (default: %(default)s)")
@@ -97,7 +99,7 @@ def parse_args(argv):
     return args
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     try:
         args.out.mkdir(parents=True, exist_ok=True)

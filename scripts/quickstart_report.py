@@ -4,6 +4,8 @@
 python scripts/quickstart_report.py quickstart-output softmax mixtape
 """
 
+from __future__ import annotations
+
 import json
 import math
 import os
@@ -25,7 +27,7 @@ MAX_CONTEXTS = 2000
 COLUMNS = ("output layer", "BLEU", "test perplexity", "rank of log P", "parameters", "training tokens/s")
 
 
-def measure(checkpoint, data):
+def measure(checkpoint: Path, data: Path) -> tuple[float, torch.Tensor, int]:
     """Measures one trained model on the whole test set, each target counted once (</s> included).
 
     Returns:
@@ -52,8 +54,8 @@ def measure(checkpoint, data):
     return nll / total, torch.cat(rows), sum(p.numel() for p in model.parameters())
 
 
-def row(out, layer):
-    """What one training reached, and BLEU's signature."""
+def row(out: Path, layer: str) -> tuple[list, dict, int, int]:
+    """What one training reached, BLEU with its signature, and the numbers of contexts and tokens of the rank."""
     nll, log_probs, parameters = measure(out / layer / "checkpoint_last.pt", out / "data-bin")
     speeds = [float(wps) for wps in re.findall(r"train_inner.*?wps=([\d.]+)", (out / layer / "train.log").read_text())]
     bleu = json.loads((out / layer / "score.json").read_text())[0]
@@ -63,7 +65,7 @@ def row(out, layer):
     return cells, bleu, len(log_probs), log_probs.size(1)
 
 
-def main():
+def main() -> None:
     if len(sys.argv) < 3 or not os.path.isdir(sys.argv[1]):
         raise UserError("usage: quickstart_report.py DIR LAYER..., the folder that quickstart.sh wrote and its layers")
     mixtape_plugin.register()

@@ -8,9 +8,7 @@ import pytest
 import mixtape_plugin
 
 PACKAGE = Path(mixtape_plugin.__file__).parent
-NOT_YET = ("bottleneck.py", "quickstart_report.py")  # of scripts
-SCRIPTS = [path for path in (PACKAGE.parent / "scripts").glob("*.py") if path.name not in NOT_YET]
-FILES = sorted([*PACKAGE.rglob("*.py"), *SCRIPTS])
+FILES = sorted([*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "scripts").glob("*.py")])
 
 
 def public_functions(body, prefix=""):
