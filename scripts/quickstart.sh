@@ -3,7 +3,7 @@
 # Running it again reuses what is there.
 set -euo pipefail
 
-usage="usage: quickstart.sh [--data DIR [--source-lang XX]] [--out DIR] [--updates N] [--no-setup]
+usage="usage: quickstart.sh [--data DIR [--source-lang XX]] [--out DIR] [--layers LIST] [--updates N] [--no-setup]
   --data DIR    your own parallel text instead of a generated corpus: {train,valid,test}.XX and .YY, line by line
   --source-lang XX
                 the language to translate from (default: the first by alphabet)

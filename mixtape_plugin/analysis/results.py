@@ -228,7 +228,10 @@ def read_rows(path: str | Path) -> list:
         row["seed"] = row["seed"] and str(row["seed"])
         row["commit"], row["training"] = line["commit"], line["training"]
         points = (point.split(":") for point in (line[CURVE] or "").split() if ":" in point)
-        row["curve"] = {int(updates): float(perplexity) for updates, perplexity in points}
+        try:
+            row["curve"] = {int(updates): float(perplexity) for updates, perplexity in points}
+        except ValueError:
+            raise UserError(f"{path}: {CURVE!r} of {line['folder']} is no list of UPDATES:PERPLEXITY") from None
         signatures = {name for name in row if name.endswith(" signature")}
         scores = {name[: -len(" signature")] for name in signatures}
         figures = {name: row[name] for name in row if isinstance(row[name], float) and name not in known | scores}

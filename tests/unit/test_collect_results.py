@@ -216,6 +216,9 @@ def test_a_csv_file_stands_for_its_trainings(folder, capsys, tmp_path):
     assert capsys.readouterr().out == printed
     assert (tmp_path / "again.csv").read_text() == file.read_text()
     assert read_rows(file)[0]["curve"] == {274: 200.5, 548: 63.25} and read_rows(file)[2]["curve"] == {}
+    (tmp_path / "edited.csv").write_text(file.read_text().replace("274:200.5", "a:b"))
+    with pytest.raises(UserError, match="'validation by updates' of .*one is no list of UPDATES:PERPLEXITY"):
+        read_rows(tmp_path / "edited.csv")
 
     collect_results.main([str(file), "--columns", "seed,valid ppl", "--where=multi30k", "--where=--seed"])
     rows, _ = table_of(capsys.readouterr().out)

@@ -292,8 +292,10 @@ def test_sigmoid_tree_mixes_by_the_reference_priors(num_components):
     torch.testing.assert_close(sigmoid_tree(list(gates), list(leaves)), (priors * leaves.t()).sum(-1))
 
 
-@pytest.mark.parametrize("impl", ["eager", "fused"])
-@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+@pytest.mark.parametrize(
+    "name, impl",
+    [(n, impl) for n, layer in OUTPUT_LAYERS.items() for impl in ["eager", "fused"][: 1 + layer.has_fused_loss()]],
+)
 def test_features_without_a_target_each_are_refused(name, impl):
     """With one mask a sequence too, where contexts are those of all features."""
     layer = build(name, output_impl=impl, context_dropout=0.5, locked_context_dropout=True).train()
