@@ -157,7 +157,7 @@ def paired_chunks(first, second):
 # ------------------------------------------------------------------------------------------------------ tokens
 
 
-def prepare_tokens(languages, clean, lower_case):
+def prepare_tokens(languages, clean, lower_case=False):
     global normalizers, tokenizers, cleaning, lowering
     from fast_moses import Normalizer, Tokenizer  # half a second that the other commands need not wait
 
@@ -203,7 +203,7 @@ def fate_of(*pair):
     return "kept" if long <= MAX_RATIO * short else "lengths too different"
 
 
-def tokenize_files(source, target, languages, clean, lower_case, workers):
+def tokenize_files(source, target, languages, clean, workers, lower_case=False):
     inputs, outputs = ([f"{prefix}.{language}" for language in languages] for prefix in (source, target))
     counts = Counter()
     with whole_files(*outputs) as files:
@@ -368,7 +368,7 @@ def main():
         elif args.command == "extract":
             extract(args.output, args.languages, args.sources, args.strict)
         elif args.command == "tokenize":
-            tokenize_files(args.input, args.output, args.languages, args.clean, args.lower_case, args.workers)
+            tokenize_files(args.input, args.output, args.languages, args.clean, args.workers, args.lower_case)
         elif args.command == "words":
             count_words(args.texts, args.output, args.workers)
         elif args.command == "sentencepiece":

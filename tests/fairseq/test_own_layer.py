@@ -170,6 +170,7 @@ def test_benchmark_of_networks(monkeypatch, tmp_path):
     options = "--shapes 40:6:8,7,5 --batch-size 3 --segment-length 6 --layers fixnorm average-2"
     rows = rows_of("benchmark_networks", options, tmp_path / "networks.csv")
     assert [(row["layer"], row["impl"], row["hidden_sizes"]) for row in rows] == [
+        ("softmax", "plain", "8,7,6"),
         ("softmax", "eager", "8,7,6"),
         ("softmax", "fused", "8,7,6"),
         ("fixnorm", "eager", "8,7,6"),
@@ -177,4 +178,4 @@ def test_benchmark_of_networks(monkeypatch, tmp_path):
     ]
     assert all(float(row["output_ms_median"]) > 0 for row in rows)
     parameters = [int(row["parameters"]) for row in rows]
-    assert parameters[0] == parameters[1] == parameters[2]
+    assert parameters[0] == parameters[1] == parameters[2] == parameters[3]
