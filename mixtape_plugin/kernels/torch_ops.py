@@ -24,10 +24,10 @@ def empty_rows(rows: int, columns: int, dtype: torch.dtype, device: torch.device
     return torch.empty(rows, columns, dtype=dtype, device=device)
 
 
-def row_blocks(tensor: Tensor) -> Iterator[slice]:
-    """Slices of the rows of a matrix: on a CPU of so many that they hold about :data:`BLOCK` elements, else of all."""
+def row_blocks(tensor: Tensor, elements: int = BLOCK) -> Iterator[slice]:
+    """Slices of the rows of a matrix: on a CPU of so many that they hold about as many elements, else of all."""
     rows, columns = tensor.shape
-    size = max(rows if tensor.is_cuda else BLOCK // max(columns, 1), 1)
+    size = max(rows if tensor.is_cuda else elements // max(columns, 1), 1)
     return (slice(start, start + size) for start in range(0, rows, size))
 
 
@@ -76,7 +76,7 @@ def curve_softmax_minus_label_(
     wide = at_least_float32(logits.dtype)
     nll, spread = logits.new_zeros(2, len(logits), dtype=wide)
     counted = logits.size(1) if mask is None else logits.size(1) - mask.sum()
-    for rows in row_blocks(logits):
+    for rows in row_blocks(logits, BLOCK // 2):  # a curve holds several tensors of this size
         scores, answer = logits[rows].to(wide), target[rows].unsqueeze(1)
         if bias is not None:
             scores += bias
