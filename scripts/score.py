@@ -61,7 +61,7 @@ def score(
     target_lang: str,
     test_set: str | None = None,
     source_lang: str | None = None,
-    lower_cased_tokens: bool | None = None,
+    lower_cased_tokens: list[str] | None = None,
 ) -> list[dict]:
     """All scores of a corpus.
 

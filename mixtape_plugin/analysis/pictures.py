@@ -1,4 +1,4 @@
-"""The drawings of scripts/analyze.py, each a file that appears whole or not at all."""
+"""The drawings of scripts/analyze.py, and how a drawing becomes a file, which appears whole or not at all."""
 
 from __future__ import annotations
 

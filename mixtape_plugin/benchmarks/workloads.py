@@ -191,14 +191,14 @@ def check_layer(text: str, needs_components: bool = False) -> str:
     raise UserError(f"--layers {text} is not allowed: {', '.join(names)}; mixtures may end in a K, such as mos-15")
 
 
-def variants(layers: Sequence[str], impls: Sequence[str], baseline: Variant = BASELINE) -> list:
+def variants(layers: Sequence[str], impls: Sequence[str]) -> list:
     """The layers in those of the implementations that they have, the baseline first; peers have softmax only."""
 
     def has(layer, impl):
         return layer == BASELINE.layer if impl in PEERS else impl != "fused" or class_of(layer).has_fused_loss()
 
     pairs = [Variant(layer, impl) for layer in layers for impl in impls if has(layer, impl)]
-    return list(dict.fromkeys([baseline, *pairs]))
+    return list(dict.fromkeys([BASELINE, *pairs]))
 
 
 def num_components(layer: str, shape: Shape) -> int:

@@ -12,6 +12,7 @@ from typing import Callable, Iterator
 
 import torch
 from fairseq import checkpoint_utils, utils
+from fairseq.data import FairseqDataset
 from fairseq.models import BaseFairseqModel
 from fairseq.tasks import FairseqTask
 from torch import Tensor
@@ -57,8 +58,8 @@ def load_language_model(path: str, data: str) -> tuple[AWDLSTMLanguageModel, Fai
     return model.eval(), task
 
 
-def text(task: FairseqTask, split: str) -> TokenStream:
-    """A split as one stream of tokens, loaded when first asked for."""
+def text(task: FairseqTask, split: str) -> TokenStream | FairseqDataset:
+    """A split, of a language model one stream of tokens, loaded when first asked for."""
     if split not in task.datasets:
         task.load_dataset(split)
     return task.dataset(split)

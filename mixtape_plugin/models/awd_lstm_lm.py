@@ -249,10 +249,9 @@ def register_architecture(name: str, defaults: dict) -> None:
     """Registers an architecture whose options default to a paper's values."""
 
     def set_defaults(args):
-        if name == "awd_lstm_lm" and not isinstance(args, Namespace):
-            # Of fairseq-hydra-train, whose checkpoints hold what was given alone: older ones have OutputLayerConfig's.
-            return
-        for option, value in defaults.items():
+        # Checkpoints of fairseq-hydra-train hold what was given alone: there older ones have OutputLayerConfig's gates.
+        gates = LANGUAGE_MODEL_GATES if isinstance(args, Namespace) else {}
+        for option, value in {**gates, **defaults}.items():
             setattr(args, option, getattr(args, option, value))
 
     register_model_architecture("awd_lstm_lm", name)(set_defaults)
@@ -267,7 +266,7 @@ AWD_WIKITEXT2 = dict(AWD_PTB, input_dropout=0.65, hidden_dropout=0.2)
 MONOTONE_PTB = dict(AWD_PTB, hidden_dropout=0.3)  # Parthiban et al. 2021; on WikiText-2 they have Merity's
 MOS = dict(output_layer="mos", num_components=15, context_dropout=0.29, locked_context_dropout=True)
 MOC = dict(output_layer="moc")
-LANGUAGE_MODEL_GATES = dict(frequent_ratio=0.1, gate_weight_norm=True)  # of Mixtape; for translation .5, and without
+LANGUAGE_MODEL_GATES = dict(frequent_ratio=0.1, gate_weight_norm=True)  # Mixtape's; in translation .5, and without
 MIXTAPE = dict(LANGUAGE_MODEL_GATES, output_layer="mixtape", num_components=4, gate_dim=64)
 GATE_DROPOUT = dict(gate_dropout=0.2)
 MOS_PTB = dict(MOS, embed_dim=280, hidden_sizes="960,960,620", input_dropout=0.4, hidden_dropout=0.225)
@@ -278,7 +277,7 @@ TEXT8 = dict(NO_DROPOUT, output_layer="softmax", embed_dim=1024, hidden_sizes="1
 MOS_TEXT8 = dict(TEXT8, output_layer="mos")
 
 ARCHITECTURES = {
-    "": LANGUAGE_MODEL_GATES,
+    "": {},
     "_ptb": AWD_PTB,
     "_ptb_mos": MOS_PTB,
     "_ptb_moc": {**MOS_PTB, **MOC},

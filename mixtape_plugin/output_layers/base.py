@@ -128,6 +128,11 @@ class OutputLayer(nn.Module):
             mask = torch.zeros(vocab_size, dtype=torch.bool)
             mask[list(self.masked_tokens)] = True
         self.register_buffer("vocabulary_mask", mask, persistent=False)
+        self.build_parameters()
+
+    def build_parameters(self) -> None:
+        """Makes what a layer has beside ``weight``, ``bias`` and ``context_scale``, from ``self.config`` and the sizes;
+        raises UserError for options that do not go with them."""
 
     @classmethod
     def has_fused_loss(cls) -> bool:
@@ -276,17 +281,9 @@ class MixtureLayer(OutputLayer):
     has_components = True
     has_projection = True
 
-    def __init__(
-        self,
-        config: OutputLayerConfig,
-        feature_dim: int,
-        vocab_size: int,
-        tied_weight: nn.Parameter | None = None,
-        masked_tokens: Sequence[int] = (),
-    ):
-        super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
-        self.num_components = config.num_components
-        self.context = nn.Linear(feature_dim, self.num_components * self.embed_dim)
+    def build_parameters(self) -> None:
+        self.num_components = self.config.num_components
+        self.context = nn.Linear(self.feature_dim, self.num_components * self.embed_dim)
 
     @property
     def has_locked_dropout(self) -> bool:

@@ -64,15 +64,9 @@ class Mixtape(MixtureLayer):
     token_parameters = ("weight", "bias", "gate_embedding", "gate_bias")
     variants = {"no-sharing": {"frequent_ratio": 1.0}}
 
-    def __init__(
-        self,
-        config: OutputLayerConfig,
-        feature_dim: int,
-        vocab_size: int,
-        tied_weight: nn.Parameter | None = None,
-        masked_tokens: Sequence[int] = (),
-    ):
-        super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
+    def build_parameters(self) -> None:
+        super().build_parameters()
+        config, vocab_size = self.config, self.vocab_size
         if self.num_components < 2:
             raise UserError(f"--num-components {self.num_components} is too few for --output-layer mixtape: at least 2")
         self.num_frequent = round(config.frequent_ratio * vocab_size)
@@ -83,8 +77,8 @@ class Mixtape(MixtureLayer):
                 f"first {self.num_frequent}, none of which can be predicted: at least {(first + 1) / vocab_size:.3g}"
             )
         self.num_gates = self.num_components - 1
-        self.gate_hidden = nn.Linear(feature_dim, self.num_gates * config.gate_dim)
-        self.gate_shared = nn.Linear(feature_dim, self.num_gates, bias=False)
+        self.gate_hidden = nn.Linear(self.feature_dim, self.num_gates * config.gate_dim)
+        self.gate_shared = nn.Linear(self.feature_dim, self.num_gates, bias=False)
         self.gate_embedding = nn.Parameter(torch.empty(self.num_frequent, config.gate_dim))
         self.gate_bias = nn.Parameter(torch.zeros(self.num_frequent, self.num_gates))
         nn.init.normal_(self.gate_embedding, std=config.gate_dim**-0.5)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +10,6 @@ from mixtape_plugin.kernels.common import Smoothing
 from mixtape_plugin.kernels.mixture_of_softmaxes import mixture_of_softmaxes_log_probs, mixture_of_softmaxes_loss
 from mixtape_plugin.kernels.precision import at_least_float32
 from mixtape_plugin.output_layers.base import MixtureLayer, rows
-from mixtape_plugin.output_layers.config import OutputLayerConfig
 
 
 class MixtureOfSoftmaxes(MixtureLayer):
@@ -28,16 +25,9 @@ class MixtureOfSoftmaxes(MixtureLayer):
 
     label = "MoS"
 
-    def __init__(
-        self,
-        config: OutputLayerConfig,
-        feature_dim: int,
-        vocab_size: int,
-        tied_weight: nn.Parameter | None = None,
-        masked_tokens: Sequence[int] = (),
-    ):
-        super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
-        self.prior = nn.Linear(feature_dim, self.num_components, bias=False)
+    def build_parameters(self) -> None:
+        super().build_parameters()
+        self.prior = nn.Linear(self.feature_dim, self.num_components, bias=False)
 
     @property
     def scores_per_token(self) -> int:

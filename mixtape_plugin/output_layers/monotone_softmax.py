@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,6 @@ from mixtape_plugin.kernels.curves import Curve, GeneralizedSigSoftmax, Piecewis
 from mixtape_plugin.kernels.precision import at_least_float32
 from mixtape_plugin.kernels.softmax import softmax_loss
 from mixtape_plugin.output_layers.base import OutputLayer, rows
-from mixtape_plugin.output_layers.config import OutputLayerConfig
 
 
 class MonotoneSoftmax(OutputLayer):
@@ -82,15 +80,8 @@ class PLIF(MonotoneSoftmax):
     label = "LMS-PLIF"
     variants = {"frozen": {"freeze_plif": True}}
 
-    def __init__(
-        self,
-        config: OutputLayerConfig,
-        feature_dim: int,
-        vocab_size: int,
-        tied_weight: nn.Parameter | None = None,
-        masked_tokens: Sequence[int] = (),
-    ):
-        super().__init__(config, feature_dim, vocab_size, tied_weight, masked_tokens)
+    def build_parameters(self) -> None:
+        config = self.config
         self.slopes_raw = nn.Parameter(torch.empty(config.plif_pieces), requires_grad=not config.freeze_plif)
         nn.init.normal_(self.slopes_raw, math.log(math.e - 1), config.plif_init_std)
         if not config.freeze_plif:

@@ -10,7 +10,10 @@ import sys
 import tarfile
 from pathlib import Path
 
+import pytest
 from fairseq.data import Dictionary, data_utils
+
+from mixtape_plugin.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_TRANSFORMER = """
@@ -98,6 +101,14 @@ def load_script(name):
     sys.modules[name] = module  # by which other processes find it
     spec.loader.exec_module(module)
     return module
+
+
+def check_refusal(main, options):
+    """A script's main() refuses these options, in one sentence that has them."""
+    with pytest.raises(UserError) as stop:
+        main(options)
+    sentence = str(stop.value)
+    assert " ".join(options) in sentence and "\n" not in sentence
 
 
 def files(folder):

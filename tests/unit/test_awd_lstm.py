@@ -110,7 +110,7 @@ def gates_of(args):
         ("--frequent-ratio 1 --no-gate-weight-norm", (1.0, False)),
     ],
 )
-@pytest.mark.parametrize("arch", ["awd_lstm_lm", "awd_lstm_lm_ptb_mixtape"])
+@pytest.mark.parametrize("arch", ["awd_lstm_lm", "awd_lstm_lm_ptb", "awd_lstm_lm_ptb_mixtape"])
 def test_mixtape_has_the_gates_of_the_papers_language_models(arch, options, expected):
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
     AWDLSTMLanguageModel.add_args(parser)
@@ -122,9 +122,10 @@ def test_mixtape_has_the_gates_of_the_papers_language_models(arch, options, expe
 def test_checkpoints_of_the_older_default_stay_as_they_were():
     """Those of fairseq-train hold r = .5 and no weight norm; those of fairseq-hydra-train only what was given."""
     older = {"output_layer": "mixtape", "embed_dim": 4, "hidden_sizes": "4"}
-    of_train = argparse.Namespace(**older, arch="awd_lstm_lm", frequent_ratio=0.5, gate_weight_norm=False)
-    of_hydra = OmegaConf.create({**older, "_name": "awd_lstm_lm"})
-    assert gates_of(of_train) == gates_of(of_hydra) == (0.5, False)
+    for arch in ("awd_lstm_lm", "awd_lstm_lm_ptb"):
+        of_train = argparse.Namespace(**older, arch=arch, frequent_ratio=0.5, gate_weight_norm=False)
+        of_hydra = OmegaConf.create({**older, "_name": arch})
+        assert gates_of(of_train) == gates_of(of_hydra) == (0.5, False)
 
 
 # --------------------------------------------------------------------------------------------------- evaluation
