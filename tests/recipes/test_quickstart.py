@@ -2,22 +2,19 @@
 
 import csv
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from recipes import load_script
+from recipes import load_script, tools
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 
 
 def quickstart(*options, cwd=None):
-    env = {**os.environ, "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])}
     command = [SCRIPTS / "quickstart.sh", "--no-setup", *map(str, options)]
-    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, encoding="utf-8")
+    return subprocess.run(command, env=tools(), cwd=cwd, capture_output=True, encoding="utf-8")
 
 
 def write_parallel(folder, **changed):

@@ -10,6 +10,7 @@ import sys
 import tarfile
 from pathlib import Path
 
+import fork_server
 import pytest
 from fairseq.data import Dictionary, data_utils
 
@@ -24,13 +25,19 @@ TINY_LSTM = "--embed-dim 8 --hidden-sizes 12,8 --gate-dim 4 --num-components 3 -
 TINY_LSTM = TINY_LSTM.split()
 
 
+def tools():
+    """The environment variables with which scripts find the tools of the Python that runs the tests."""
+    venv = fork_server.environment()
+    path = os.pathsep.join([str(venv / "bin"), os.environ["PATH"]])
+    return {**os.environ, "PATH": path, "MIXTAPE_VENV": str(venv)}
+
+
 def start(example, script, *args, **environment):
-    # The tools of the Python that runs the tests, whichever environment it is in; none of Slurm's variables.
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    # None of Slurm's variables
+    inherited = {name: value for name, value in tools().items() if not name.startswith("SLURM_")}
     return subprocess.Popen(
         ["bash", str(ROOT / "examples" / example / script), *map(str, args)],
-        env={**inherited, "PATH": path, **{name: str(value) for name, value in environment.items()}},
+        env={**inherited, **{name: str(value) for name, value in environment.items()}},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         encoding="utf-8",
