@@ -35,6 +35,7 @@ TEXTS = {
     "dynamic_evaluation.txt": {"dynamic evaluation": rf"dynamic perplexity {NUMBER}\b"},
 }
 LAST_UPDATES = 4000  # over which Yang et al. 2018 average the train perplexity on One Billion Word
+START = "train.sh: commit "  # begins the line that train.sh writes before each start of fairseq-train
 
 
 def log_records(text: str) -> Iterator[tuple]:
@@ -124,14 +125,14 @@ def from_log(text: str) -> dict:
         for variant, options in layer_class.variants.items():
             if all(last(rf"\b{name}=([^,)]+)", text) == str(value) for name, value in options.items()):
                 row["layer"] += f"-{variant}"
-    starts = re.findall(r"train\.sh: commit (\S+), command (.*)", text)
+    starts = re.findall(START + r"(\S+), command (.*)", text)
     row["commit"] = ", ".join(dict.fromkeys(commit for commit, _ in starts)) or UNKNOWN
     row["command"] = starts[-1][1].strip() if starts else UNKNOWN
 
     records = list(log_records(text))
 
-    def values(key, *names):
-        return [record[key] for name, record in records if name in names and key in record]
+    def values(key, *names, of=records):
+        return [record[key] for name, record in of if name in names and key in record]
 
     row["updates"] = max(map(int, values("num_updates", "train_inner", "train", "valid")), default=None)
     row["epochs"] = max(map(int, values("epoch", "train")), default=None)  # those that were trained whole
@@ -142,7 +143,8 @@ def from_log(text: str) -> dict:
     row["tokens/s"] = statistics.median(speeds) if speeds else None
     epochs = values("train_wall", "train")  # without validation and saving
     row["s an epoch"] = statistics.median(epochs) if epochs else None
-    row["wall s"] = max(values("wall", "train_inner", "train"), default=None)  # fairseq adds up a resumed training's
+    walls = [values("wall", "train_inner", "train", of=log_records(part)) for part in text.split(START)]
+    row["wall s"] = sum(max(wall) for wall in walls if wall) or None  # fairseq's clock begins anew with each start
     return row
 
 

@@ -127,7 +127,7 @@ def test_resumed_training(folder):
     path = folder(train_log=first + second + killed)
     row, damaged = collect(path)
     assert damaged == [] and (row["seed"], row["parameters"], row["updates"]) == ("9", 5_472_793, 548)
-    assert (row["commit"], row["valid ppl"], row["wall s"]) == ("3be862a, 48f452b+", 63.25, 130)
+    assert (row["commit"], row["valid ppl"], row["wall s"]) == ("3be862a, 48f452b+", 63.25, 60 + 130)
     assert row["ended"] == "no"  # something was begun after "done training"
     assert row["curve"] == {274: 200.5, 548: 63.25}
 
