@@ -40,8 +40,14 @@ sys.exit(status[0] if status else 1)
 
 @functools.lru_cache(maxsize=None)
 def environment():
-    """The folder of the environment; its server ends with this process, and removes it."""
-    root, real = Path(tempfile.mkdtemp()), Path(sys.prefix)
+    """The folder of the environment; its server ends with this process, and removes it.
+
+    Without a virtual environment, or what Linux and Python 3.9 have for it, the one there is, with fairseq's commands.
+    """
+    real = Path(sys.prefix)
+    if not (hasattr(os, "pidfd_open") and (real / "pyvenv.cfg").exists()):
+        return real
+    root = Path(tempfile.mkdtemp())
     for path in [*real.iterdir(), *(real / "bin").iterdir()]:
         link = root / path.relative_to(real)
         if path == real / "bin":
@@ -77,10 +83,12 @@ class Command(socketserver.BaseRequestHandler):
         if not command:
             run(*json.loads(request), files)
         ended = os.pidfd_open(command)
-        if ended not in select.select([ended, self.request], [], [])[0]:
+        alive = ended not in select.select([ended, self.request], [], [])[0]
+        if alive:
             os.kill(command, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(command, 0)[1])
-        self.request.sendall(bytes([code if code >= 0 else 128 - code]))
+        if not alive:
+            self.request.sendall(bytes([code if code >= 0 else 128 - code]))
 
 
 def run(argv, folder, environ, files):
