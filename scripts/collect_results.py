@@ -14,6 +14,8 @@ scripts/analyze.py. A value without a file is "not run", one that its file does 
 --groups puts trainings whose commands differ in --seed and --save alone into one line: mean ± standard deviation.
 --baseline LAYER adds how likely a difference as large is where there is none: p of Student's and of Welch's t-test.
 --correlate prints Pearson's r of two columns and draws one over the other.
+--draw X Y PNG draws a line for each layer: means over trainings with the same X, and their standard deviations.
+A column may be a flag of the trainings' commands, too: embed-dim is what they give --embed-dim, "–" where they do not.
 
 A CSV file that --csv wrote stands for the folders of its rows. --page makes the tables of a Markdown page anew: each
 block <!-- collect_results.py ARGUMENTS --> … <!-- end --> gets what these arguments print, run in the present folder.
@@ -34,6 +36,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import statistics
 import sys
 from pathlib import Path
 from typing import Sequence
@@ -41,6 +44,7 @@ from typing import Sequence
 import start
 
 from mixtape_plugin.analysis.files import write_csv, write_whole
+from mixtape_plugin.analysis.pictures import pyplot, save
 from mixtape_plugin.analysis.results import (
     NOT_RUN,
     collect,
@@ -50,6 +54,8 @@ from mixtape_plugin.analysis.results import (
     markdown,
     read,
     read_rows,
+    value_of,
+    value_of_flag,
 )
 from mixtape_plugin.analysis.statistics import (
     Correlation,
@@ -72,10 +78,7 @@ def label(row: dict) -> str:
 
 def draw(path: str | Path, rows: Sequence[dict], curves: Sequence[dict]) -> None:
     """Validation perplexity against updates, a line for each training."""
-    import matplotlib  # here, because only --plot needs it
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     figure, axes = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
@@ -91,17 +94,40 @@ def draw(path: str | Path, rows: Sequence[dict], curves: Sequence[dict]) -> None
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3, which="both")
     axes.legend()
-    write_whole(path, lambda part: figure.savefig(part, dpi=150))
-    plt.close(figure)
+    save(plt, figure, path)
+
+
+def draw_lines(path: str | Path, rows: Sequence[dict], x: str, y: str) -> None:
+    """One column over another, a line for each layer: means of the trainings with the same x, with their deviations."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(6, 4.5), constrained_layout=True)
+    both = [row for row in rows if numbers([row], x) and numbers([row], y)]
+    if not both:
+        raise UserError(f"--draw {x} {y} has nothing to draw: no training has numbers for both")
+    for layer in dict.fromkeys(row["layer"] for row in both):
+        values = {}
+        for row in both:
+            if row["layer"] == layer:
+                values.setdefault(row[x], []).append(row[y])
+        at = sorted(values)
+        deviations = [statistics.stdev(values[place]) if len(values[place]) > 1 else 0 for place in at]
+        axes.errorbar(
+            at, [statistics.mean(values[place]) for place in at], deviations, fmt="o-", capsize=3, label=layer
+        )
+    places = sorted({row[x] for row in both})
+    if places[0] > 0 and places[-1] >= 4 * places[0]:
+        axes.set_xscale("log")
+    axes.set_xticks(places, [f"{place:g}" for place in places])
+    axes.minorticks_off()
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save(plt, figure, path)
 
 
 def draw_correlation(path: str | Path, found: Correlation, x: str, y: str) -> None:
     """One column over another, a colour for each layer."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(6, 4.5), constrained_layout=True)
     for layer in dict.fromkeys(row["layer"] for row in found.rows):
         rows = [row for row in found.rows if row["layer"] == layer]
@@ -109,8 +135,7 @@ def draw_correlation(path: str | Path, found: Correlation, x: str, y: str) -> No
     axes.set(xlabel=x, ylabel=y, title=f"Pearson r = {found.r:.2f}, p = {found.p:.2g}, n = {len(found.rows)}")
     axes.grid(alpha=0.3)
     axes.legend()
-    write_whole(path, lambda part: figure.savefig(part, dpi=150))
-    plt.close(figure)
+    save(plt, figure, path)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -124,6 +149,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table here")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the numbers, commands and signatures here")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw validation perplexity against updates")
+    parser.add_argument("--draw", nargs=3, metavar=("X", "Y", "PNG"), help="also draw a column over another")
     parser.add_argument("--groups", action="store_true", help="also mean ± standard deviation over seeds")
     parser.add_argument("--baseline", metavar="LAYER", help="also t-tests against this group's (implies --groups)")
     parser.add_argument("--groups-csv", type=Path, metavar="FILE", help="also write that table here (implies --groups)")
@@ -158,7 +184,8 @@ def write_page(path: str | Path) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raises UserError for the first option that is not allowed."""
-    for option, path in (("--plot", args.plot), ("--scatter", args.scatter)):
+    drawing = args.draw and Path(args.draw[2])
+    for option, path in (("--plot", args.plot), ("--scatter", args.scatter), ("--draw", drawing)):
         if path and path.suffix.lower() not in PICTURES:
             raise UserError(f"{option} {path} is not allowed: a name that ends in .png, .pdf or .svg")
     for option, value in (("--range", args.range), ("--scatter", args.scatter)):
@@ -190,8 +217,15 @@ def report(args: argparse.Namespace) -> str:
     """What is printed: the tables that are asked for. Files that are asked for are written."""
     check(args)
     rows = all_rows(args)
-    known = [*csv_columns(rows), "group", "n"]
     columns = args.columns and [name.strip() for name in args.columns.split(",")]
+    known = [*csv_columns(rows), "group", "n"]
+    flags = []
+    for name in dict.fromkeys((*(columns or ()), *(args.correlate or ()), *(args.draw or ())[:2])):
+        if name not in known and any(value_of_flag(row["command"], name) for row in rows):
+            flags.append(name)
+            for row in rows:
+                row[name] = value_of_flag(row["command"], name) or "–"
+    known += flags
     unknown = [name for name in columns or () if name not in known and not name.startswith("p ")]
     if unknown:
         raise UserError(f"--columns {unknown[0]} is none of {', '.join(columns_of(rows))}")
@@ -202,8 +236,9 @@ def report(args: argparse.Namespace) -> str:
         lines, tests = compare(found, baseline)
         over_seeds = groups_markdown(lines, tests, baseline, columns)
         text = over_seeds if columns else f"{text}\n{over_seeds}"
+    measured = [{**row, **{name: value_of(row[name]) for name in flags}} for row in rows]
     if args.correlate:
-        correlation = correlate(rows, *args.correlate, args.range)
+        correlation = correlate(measured, *args.correlate, args.range)
         scatter = args.scatter or Path("correlation.png")
         text += (
             f"\n{args.correlate[1]} over {args.correlate[0]}: Pearson r = {correlation.r:.3f}, "
@@ -214,6 +249,7 @@ def report(args: argparse.Namespace) -> str:
         ("--csv", args.csv, lambda path: save_csv(path, rows)),
         ("--groups-csv", args.groups_csv, lambda path: save_groups(path, lines)),
         ("--plot", args.plot, lambda path: save_plot(path, rows)),
+        ("--draw", args.draw and args.draw[2], lambda path: draw_lines(path, measured, *args.draw[:2])),
         ("--scatter", scatter, lambda path: draw_correlation(path, correlation, *args.correlate)),
     ):
         if path:

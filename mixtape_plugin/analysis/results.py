@@ -255,6 +255,12 @@ def value_of(text: str) -> int | float | str | None:
     return text
 
 
+def value_of_flag(command: str, name: str) -> str | None:
+    """What a command gives ``--name``, the last time; "yes" where that is nothing, None where it does not have it."""
+    given = re.findall(rf"(?<=\s)--{re.escape(name)}(?:[\s=]+(?!--)(\S+))?(?=\s|$)", command)
+    return (given[-1] or "yes") if given else None
+
+
 def columns_of(rows: Sequence[dict]) -> list:
     """The columns of a table of these rows: those of translation, of dialog, of language models, or several of them."""
     scores = [key[: -len(" signature")] for row in rows for key in row if key.endswith(" signature")]

@@ -258,9 +258,42 @@ def test_plot(folder, tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_line_for_each_layer_over_a_flag(folder, tmp_path, monkeypatch, capsys):
+    import matplotlib.pyplot as plt
+
+    drawn = []
+    monkeypatch.setattr(plt, "close", lambda figure: drawn.append(figure.axes[0]))
+    runs = [("softmax", 1, 32, 150), ("softmax", 2, 32, 160), ("softmax", 1, 64, 120), ("mixtape", 1, 32, 140)]
+    folders = [
+        folder(
+            f"{n}", train_log=start(layer, seed).replace("\n", f" --width 8 --width={e} --dry\n", 1) + epoch(1, 9, ppl)
+        )
+        for n, (layer, seed, e, ppl) in enumerate(runs)
+    ]
+    folders.append(folder("none", train_log=start() + epoch(1, 9, 99)))
+    options = ["--columns", "seed,width,dry,valid ppl", "--draw", "width", "valid ppl", str(tmp_path / "width.png")]
+    collect_results.main([*map(str, folders), *options])
+    rows, _ = table_of(capsys.readouterr().out)
+    assert [(row["width"], row["dry"]) for row in rows] == [*[(str(run[2]), "yes") for run in runs], ("–", "–")]
+    assert (tmp_path / "width.png").read_bytes().startswith(b"\x89PNG")
+    lines = {bars.get_label(): bars for bars in drawn[0].containers}
+    points = {name: bars.lines[0].get_xydata().tolist() for name, bars in lines.items()}
+    assert points == {"softmax": [[32, 155], [64, 120]], "mixtape-4": [[32, 140]]}
+    ((first, _), *_) = lines["softmax"].lines[2][0].get_segments()
+    assert first[1] == pytest.approx(155 - 50**0.5)  # the standard deviation of 150 and 160
+
+
 @pytest.mark.parametrize(
     "args, sentence",
     [
+        (
+            ["run", "--draw", "seed", "BLEU", "a.png"],
+            "--draw seed BLEU has nothing to draw: no training has numbers for both",
+        ),
+        (
+            ["run", "--draw", "seed", "BLEU", "a.txt"],
+            "--draw a.txt is not allowed: a name that ends in .png, .pdf or .svg",
+        ),
         (["nowhere"], "nowhere is no folder: give those that train.sh wrote"),
         (["."], ". holds neither train.log nor scores: give the folders that train.sh wrote"),
         (["run", "--plot", "a.png"], "--plot a.png has nothing to show: none of the logs has a validation"),
