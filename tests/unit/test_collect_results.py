@@ -208,7 +208,7 @@ def test_a_csv_file_stands_for_its_trainings(folder, capsys, tmp_path):
         folder("two", train_log=start(seed=8) + epoch(1, 274, 190.25) + DONE, test__perplexity_txt="ppl 6.22\n"),
         folder("old", train_log=start().replace("train.sh: commit", "x")),
     ]
-    (trainings[0] / "rank.json").write_text(json.dumps({"columns": {"rank": 402.0}}))
+    (trainings[0] / "rank.json").write_text(json.dumps({"columns": {"rank": 402, "KLD": 4.5}}))
     file = tmp_path / "r.csv"
     collect_results.main([*map(str, trainings), "--groups", "--csv", str(file)])
     printed = capsys.readouterr().out
