@@ -125,7 +125,7 @@ def from_log(text: str) -> dict:
         for variant, options in layer_class.variants.items():
             if all(last(rf"\b{name}=([^,)]+)", text) == str(value) for name, value in options.items()):
                 row["layer"] += f"-{variant}"
-    starts = re.findall(START + r"(\S+), command (.*)", text)
+    starts = re.findall(re.escape(START) + r"(\S+), command (.*)", text)
     row["commit"] = ", ".join(dict.fromkeys(commit for commit, _ in starts)) or UNKNOWN
     row["command"] = starts[-1][1].strip() if starts else UNKNOWN
 
