@@ -5,7 +5,7 @@ Shapes: B contexts, T words of a response, U utterances of all contexts, E embed
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field
-from typing import Dict, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -64,12 +64,16 @@ def check_options(args: Namespace) -> None:
     )
 
 
-def last_hidden(rnn: nn.RNNBase, sequences: Sequence[Tensor]) -> torch.Tensor:
-    """h after the last step of each of a list of sequences [length, *], of both directions: [sequences, directions·H].
+def last_hidden(rnn: nn.RNNBase, steps: Tensor, lengths: List[int]) -> torch.Tensor:
+    """h after the last step of each sequence, of both directions: [sequences, directions·H].
 
-    ``sequences`` may be of any lengths from 1 on: nothing is padded.
+    ``steps`` [sum of lengths, *] has one sequence after the other, of any lengths from 1 on: nothing is padded.
     """
-    _, state = rnn(pack_sequence(sequences, enforce_sorted=False))
+    # Positions are packed, and steps gathered by them: pack_sequence of the steps themselves takes time that grows with
+    # the square of the number of sequences, since in its backward pass each of them copies the gradient of all.
+    positions = torch.arange(len(steps), device=steps.device).split(lengths)
+    packed = pack_sequence(positions, enforce_sorted=False)
+    _, state = rnn(packed._replace(data=steps[packed.data]))
     hidden = state[0] if isinstance(state, tuple) else state
     return hidden.transpose(0, 1).flatten(1)
 
@@ -111,14 +115,14 @@ class DialogEncoder(FairseqEncoder):
         words = self.embed_tokens(src_tokens[real])  # context after context
         words = F.dropout(words, self.dropout, self.training)
         if self.utterance_rnn is None:
-            return {"context": last_hidden(self.context_rnn, words.split(real.sum(1).tolist()))}
+            return {"context": last_hidden(self.context_rnn, words, real.sum(1).tolist())}
         me, other = self.marks
         starts = real & (src_tokens.eq(me) | src_tokens.eq(other) | real.cumsum(1).eq(1))
         lengths = (starts[real].cumsum(0) - 1).bincount()
-        utterances = last_hidden(self.utterance_rnn, words.split(lengths.tolist()))  # [U, 2·utterance_hidden_size]
+        utterances = last_hidden(self.utterance_rnn, words, lengths.tolist())  # [U, 2·utterance_hidden_size]
         floor = F.one_hot(src_tokens[starts].eq(me).long(), 2).to(utterances)
         utterances = torch.cat([utterances, floor], dim=-1)
-        return {"context": last_hidden(self.context_rnn, utterances.split(starts.sum(1).tolist()))}
+        return {"context": last_hidden(self.context_rnn, utterances, starts.sum(1).tolist())}
 
     def reorder_encoder_out(self, encoder_out: Dict[str, Tensor], new_order: Tensor) -> Dict[str, Tensor]:
         return {"context": encoder_out["context"].index_select(0, new_order)}

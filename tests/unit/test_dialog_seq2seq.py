@@ -117,6 +117,20 @@ def test_encoder_reads_utterances(context_encoder, cell):
         torch.testing.assert_close(model.encoder(tokens)["context"], expected, rtol=1e-10, atol=1e-12)
 
 
+def test_no_gradient_is_copied_for_each_utterance():
+    """Padding them one by one would do that: a backward pass took time that grew with the square of their number."""
+    model = build_small_model(context_encoder="hierarchical", cell="gru")
+    context = model.encoder(make_sample(range(5))["net_input"]["src_tokens"])["context"]
+    nodes, found = [context.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            nodes.extend(following for following, _ in node.next_functions)
+    names = {node.name() for node in found}
+    assert not any("CopySlices" in name for name in names) and any("Embedding" in name for name in names)
+
+
 @pytest.mark.parametrize("output_layer", LAYERS)
 @pytest.mark.parametrize("context_encoder, cell", NETWORKS)
 def test_batch_equals_single_equals_step_by_step(context_encoder, cell, output_layer):
@@ -224,24 +238,30 @@ def test_bfloat16(context_encoder, cell):
     assert all(gradient.isfinite().all() for gradient in found)
 
 
-# The papers' sizes, V = 10,000; output layers of about as many parameters.
-SIZES = {
-    "softmax": ({}, 10_043_600),
-    "mos": (dict(num_components=10, output_embed_dim=300), 10_250_600),
-    "moc": (dict(num_components=10, output_embed_dim=300), 10_250_600),
-    "mixtape": (dict(num_components=4, output_embed_dim=350, gate_dim=64, frequent_ratio=0.1), 10_250_192),
-}
+# Sizes of the recipe, and of its --small, V = 10,000; output layers of about as many parameters.
+SMALL_NETWORK = dict(embed_dim=100, utterance_hidden_size=75, context_hidden_size=150, decoder_hidden_size=200)
+TEN = dict(num_components=10)
+FOUR = dict(num_components=4, gate_dim=64, frequent_ratio=0.1)
+SIZES = [
+    ("softmax", {}, {}, 10_043_600),
+    ("mos", {}, dict(**TEN, output_embed_dim=300), 10_250_600),
+    ("moc", {}, dict(**TEN, output_embed_dim=300), 10_250_600),
+    ("mixtape", {}, dict(**FOUR, output_embed_dim=350), 10_250_192),
+    ("softmax", SMALL_NETWORK, {}, 3_437_850),
+    ("mos", SMALL_NETWORK, dict(**TEN, output_embed_dim=166), 3_433_510),
+    ("moc", SMALL_NETWORK, dict(**TEN, output_embed_dim=166), 3_433_510),
+    ("mixtape", SMALL_NETWORK, dict(**FOUR, output_embed_dim=175), 3_434_742),
+]
 
 
-@pytest.mark.parametrize("output_layer", SIZES)
-def test_numbers_of_parameters(output_layer):
-    options, expected = SIZES[output_layer]
+@pytest.mark.parametrize("output_layer, network, options, expected", SIZES)
+def test_numbers_of_parameters(output_layer, network, options, expected):
     dictionary = make_dictionary(10_000 - 4 - 3)
-    model = build_model(dictionary, output_layer=output_layer, **options)
+    model = build_model(dictionary, output_layer=output_layer, **network, **options)
     assert len(dictionary) == 10_000
     assert sum(parameter.numel() for parameter in model.parameters()) == expected
     layer = sum(parameter.numel() for parameter in model.decoder.output_projection.parameters())
-    assert expected - layer == 6_033_600
+    assert expected - layer == (1_427_850 if network else 6_033_600)
 
 
 def test_initial_values():
