@@ -35,9 +35,9 @@ plan --example ptb --data data-bin/ptb --options "finetune small float32" --laye
 
 if [ -n "$small" ]; then
   fairseq_train "${lstm[@]}" --tokens-per-sample 35 --arch awd_lstm_lm "${layer_flags[@]}" \
-    --context-scale 8 --dropout 0.3 --input-dropout 0.3 --hidden-dropout 0.3 --embedding-dropout 0.1 --weight-dropout 0 \
+    --context-scale 8 --dropout 0.2 --input-dropout 0.2 --hidden-dropout 0.2 --embedding-dropout 0 --weight-dropout 0 \
     --optimizer adam --lr 4e-3 --clip-norm 0.25 --lr-scheduler polynomial_decay --warmup-updates 200 \
-    --batch-size 20 --max-update 20000 --total-num-update 20000
+    --batch-size 20 --max-update 10000 --total-num-update 10000
 else
   fairseq_train "${awd_lstm[@]}" "${layer_flags[@]}"
 fi
