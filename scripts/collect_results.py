@@ -79,7 +79,7 @@ def label(row: dict) -> str:
 def draw(path: str | Path, rows: Sequence[dict], curves: Sequence[dict]) -> None:
     """Validation perplexity against updates, a line for each training."""
     plt = pyplot()
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
     figure, axes = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
     labels = [label(row) for row in rows]
@@ -89,7 +89,8 @@ def draw(path: str | Path, rows: Sequence[dict], curves: Sequence[dict]) -> None
             marker = "o" if len(curve) < 30 else None
             axes.plot(list(curve), list(curve.values()), marker=marker, markersize=3, label=name)
     axes.set(yscale="log", xlabel="updates", ylabel="validation perplexity")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 10 * low else MaxNLocator(8))
     axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3, which="both")

@@ -129,12 +129,13 @@ def groups_markdown(
 ) -> str:
     """The lines of :func:`compare` as a Markdown table, without the columns that no group has anything in.
 
-    With ``columns`` only those, and ``group`` and ``n``.
+    With ``columns`` only those, ``group`` and ``n``, and how likely their differences are.
     """
     names = dict.fromkeys(name for line in lines for name in line if line[name] is not None)
     shown = [name for name in names if name != "command" and not name.endswith(" sd")]
     if columns:
-        shown = [name for name in dict.fromkeys(("group", "n", *columns)) if name in shown]
+        chances = [f"p {test}, {name}" for name in columns for test in ("Student", "Welch")]
+        shown = [name for name in dict.fromkeys(("group", "n", *columns, *chances)) if name in shown]
 
     def value(line, name):
         number = line.get(name)

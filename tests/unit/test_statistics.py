@@ -164,6 +164,12 @@ def test_groups_on_the_command_line(trainings, capsys, tmp_path):
     assert float(lines[1]["p Student, test ppl"]) == pytest.approx(student) and lines[0]["p Student, test ppl"] == ""
     assert lines[1]["command"] == "examples/multi30k/train.sh mixtape" and float(lines[1]["rank sd"]) > 0
 
+    collect_results.main([*map(str, trainings), "--baseline", "softmax", "--columns", "test ppl"])
+    (_, shown), _ = table_of(capsys.readouterr().out)
+    assert shown == {
+        name: mixtape[name] for name in ("group", "n", "test ppl", "p Student, test ppl", "p Welch, test ppl")
+    }
+
 
 def test_correlation_on_the_command_line(trainings, capsys, tmp_path, monkeypatch):
     drawn = []
