@@ -64,7 +64,7 @@ def check_options(args: Namespace) -> None:
     )
 
 
-def last_hidden(rnn: nn.RNNBase, steps: Tensor, lengths: List[int]) -> torch.Tensor:
+def last_hidden(rnn: nn.RNNBase, steps: Tensor, lengths: List[int]) -> Tensor:
     """h after the last step of each sequence, of both directions: [sequences, directions·H].
 
     ``steps`` [sum of lengths, *] has one sequence after the other, of any lengths from 1 on: nothing is padded.

@@ -255,6 +255,8 @@ def test_plot(folder, tmp_path, monkeypatch):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     lines = {line.get_label(): line.get_xydata().tolist() for line in drawn[0].lines}
     assert lines == {"mixtape-4, seed 7": [[274, 200.5], [548, 63.25]], "softmax, seed 1": [[300, 150]]}
+    low, high = drawn[0].get_ylim()
+    assert sum(low <= tick <= high for tick in drawn[0].get_yticks()) > 3
     assert not list(tmp_path.glob(".*"))
 
 
