@@ -156,7 +156,8 @@ def groups_markdown(
     if baseline:
         text += (
             f"p: unpaired two-sided t-test against {baseline.name}, equal variances (Student) and not (Welch); "
-            f"{tests} comparison{'' if tests == 1 else 's'}, not corrected for their number: where nothing differs one in twenty has p < .05.\n"
+            f"{tests} comparison{'' if tests == 1 else 's'}, not corrected for their number: "
+            "where nothing differs one in twenty has p < .05.\n"
         )
     return text
 
