@@ -71,23 +71,26 @@ from mixtape_plugin.errors import UserError
 PICTURES = (".png", ".pdf", ".svg")
 
 
-def label(row: dict) -> str:
-    seed = f", seed {row['seed']}" if row["seed"] else ""
-    return f"{row['layer']}{seed}" if row["layer"] else row["training"]
-
-
-def draw(path: str | Path, rows: Sequence[dict], curves: Sequence[dict]) -> None:
-    """Validation perplexity against updates, a line for each training."""
+def draw(path: str | Path, rows: Sequence[dict]) -> None:
+    """Validation perplexity against updates, a line for each training, a colour for those that differ in seed alone."""
     plt = pyplot()
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
     figure, axes = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
-    labels = [label(row) for row in rows]
-    for row, name, curve in zip(rows, labels, curves):
-        if curve:
-            name = name if labels.count(name) == 1 else f"{name} ({row['folder']})"
+    found = groups([row for row in rows if row["curve"]])
+    colors = plt.get_cmap("tab10" if len(found) <= 10 else "tab20").colors
+    names = [group.name for group in found]
+    for number, group in enumerate(found):
+        curves = [row["curve"] for row in group.rows]
+        name = group.name if names.count(group.name) == 1 else f"{group.name} ({group.rows[0]['folder']})"
+        if len(curves) > 1:
+            name += f", {len(curves)} seeds"
+        for curve in curves:
             marker = "o" if len(curve) < 30 else None
-            axes.plot(list(curve), list(curve.values()), marker=marker, markersize=3, label=name)
+            axes.plot(
+                list(curve), list(curve.values()), marker=marker, markersize=3, color=colors[number % len(colors)],
+                label=name if curve is curves[0] else None,
+            )  # fmt: skip
     axes.set(yscale="log", xlabel="updates", ylabel="validation perplexity")
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 10 * low else MaxNLocator(8))
@@ -273,10 +276,9 @@ def save_groups(path: str | Path, lines: Sequence[dict]) -> None:
 
 
 def save_plot(path: str | Path, rows: Sequence[dict]) -> None:
-    curves = [row["curve"] for row in rows]
-    if not any(curves):
+    if not any(row["curve"] for row in rows):
         raise UserError(f"--plot {path} has nothing to show: none of the logs has a validation")
-    draw(path, rows, curves)
+    draw(path, rows)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,17 @@ def without_seed(command: str) -> list:
     return words
 
 
+def flags(command: str) -> list:
+    """The flags of a command of train.sh, each with its values."""
+    found = []
+    for word in shlex.split(command)[2:]:
+        if word.startswith("--") or not found:
+            found.append(word)
+        else:
+            found[-1] += f" {word}"
+    return found
+
+
 def groups(rows: Sequence[dict]) -> list:
     """The trainings by command; one whose command is unknown is a group of its own."""
     by_command = {}
@@ -72,8 +83,10 @@ def groups(rows: Sequence[dict]) -> list:
         found.append(Group(layer, layer, shlex.join(words), members))
     for group in found:
         others = [other for other in found if other.layer == group.layer]
-        if len(others) > 1:  # tell them apart by their flags
-            group.name = f"{group.layer}: {' '.join(shlex.split(group.command)[2:]) or 'no flags'}"
+        if len(others) > 1:  # tell them apart by the flags that not all of them have
+            shared = set.intersection(*({*flags(other.command)} for other in others))
+            own = [flag for flag in flags(group.command) if flag not in shared]
+            group.name = f"{group.layer}: {' '.join(own) or 'no further flags'}"
             if sum(other.name == group.name for other in found) > 1:
                 group.name = f"{group.layer}: {group.command}"
     return found

@@ -76,7 +76,7 @@ def test_groups_are_of_equal_commands_but_for_seed_and_save():
     rows = [row(command, n, f"run{n}") for n, command in enumerate(commands)]
     found = groups(rows)
     assert [[r["seed"] for r in group.rows] for group in found] == [["0", "2", "3"], ["1", "4"], ["5"], ["6"]]
-    assert [group.name for group in found[:2]] == ["softmax: no flags", "softmax: --lr 20"]
+    assert [group.name for group in found[:2]] == ["softmax: no further flags", "softmax: --lr 20"]
     assert len({group.name for group in found}) == 4
 
 
@@ -94,6 +94,24 @@ def test_flags_tell_groups_apart_and_layers_name_them():
     assert str(error.value) == "--baseline moc names 0 groups of trainings: it must be one of softmax, mixtape-4, mos-5"
     with pytest.raises(UserError, match="--baseline softmax names 2 groups"):
         find_baseline(groups([*rows, row("train.sh softmax --lr 1", 1)]), "softmax")
+
+
+def test_groups_of_a_layer_are_named_by_what_they_do_not_share():
+    commands = [
+        "train.sh mixtape --max-update 10 --betas '(0.9, 0.98)' --small",
+        "train.sh mixtape --max-update 10 --frequent-ratio 1 --betas '(0.9, 0.98)' --small",
+        "train.sh mixtape --max-update 10 --betas '(0.9, 0.99)' --small --sizes 3 4",
+    ]
+    names = [group.name for group in groups([row(command, 1, layer="mixtape-4") for command in commands])]
+    assert names == [
+        "mixtape-4: --betas (0.9, 0.98)",
+        "mixtape-4: --frequent-ratio 1 --betas (0.9, 0.98)",
+        "mixtape-4: --betas (0.9, 0.99) --sizes 3 4",
+    ]
+    assert [group.name for group in groups([row(command, 1) for command in commands[:2]])] == [
+        "softmax: no further flags",
+        "softmax: --frequent-ratio 1",
+    ]
 
 
 def test_compare():
@@ -157,7 +175,7 @@ def test_groups_on_the_command_line(trainings, capsys, tmp_path):
     assert mixtape["p Student, test ppl"] == f"{student:.3g}" and softmax["p Student, test ppl"] == ""
     assert (
         notes[-1].startswith("p: unpaired two-sided t-test against softmax")
-        and "; 2 comparisons, of which" in notes[-1]
+        and "; 2 comparisons, not corrected" in notes[-1]
     )
     with open(tmp_path / "groups.csv", newline="") as file:
         lines = list(csv.DictReader(file))
