@@ -84,7 +84,8 @@ def draw(path: str | Path, rows: Sequence[dict]) -> None:
         curves = [row["curve"] for row in group.rows]
         name = group.name if names.count(group.name) == 1 else f"{group.name} ({group.rows[0]['folder']})"
         if len(curves) > 1:
-            name += f", {len(curves)} seeds"
+            seeds = {row["seed"] for row in group.rows}
+            name += f", {len(curves)} {'seeds' if len(seeds) == len(curves) else 'trainings'}"
         for curve in curves:
             marker = "o" if len(curve) < 30 else None
             axes.plot(

@@ -82,7 +82,10 @@ def groups(rows: Sequence[dict]) -> list:
         layer = members[0]["layer"] or members[0]["training"]
         found.append(Group(layer, layer, shlex.join(words), members))
     for group in found:
-        others = [other for other in found if other.layer == group.layer]
+        if group.rows[0]["command"] == UNKNOWN:
+            group.name = f"{group.layer}: {group.command}"  # the folder
+            continue
+        others = [other for other in found if other.layer == group.layer and other.rows[0]["command"] != UNKNOWN]
         if len(others) > 1:  # tell them apart by the flags that not all of them have
             shared = set.intersection(*({*flags(other.command)} for other in others))
             own = [flag for flag in flags(group.command) if flag not in shared]

@@ -251,13 +251,18 @@ def test_plot(folder, tmp_path, monkeypatch):
     one = folder("one", train_log=start() + epoch(1, 274, 200.5) + epoch(2, 548, 63.25))
     two = folder("two", train_log=start("softmax", 1) + epoch(1, 300, 150))
     three = folder("three", train_log=start("softmax", 3) + epoch(1, 300, 140))
+    again = folder("again", train_log=start() + epoch(1, 274, 200.5))
     none = folder("none", train_log=start("softmax", 2))
-    collect_results.main([*map(str, (one, two, three, none)), "--plot", str(tmp_path / "curves.png")])
+    collect_results.main([*map(str, (one, two, three, again, none)), "--plot", str(tmp_path / "curves.png")])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    mixtape, *softmax = lines = drawn[0].lines
-    assert [line.get_xydata().tolist() for line in lines] == [[[274, 200.5], [548, 63.25]], [[300, 150]], [[300, 140]]]
-    assert softmax[0].get_color() == softmax[1].get_color() != mixtape.get_color()
-    assert [text.get_text() for text in drawn[0].get_legend().texts] == ["mixtape-4", "softmax, 2 seeds"]
+    lines = drawn[0].lines
+    assert [line.get_xydata().tolist() for line in lines] == [
+        *([[274, 200.5], [548, 63.25]], [[274, 200.5]]),
+        *([[300, 150]], [[300, 140]]),
+    ]
+    colors = [line.get_color() for line in lines]
+    assert colors[0] == colors[1] != colors[2] == colors[3]
+    assert [text.get_text() for text in drawn[0].get_legend().texts] == ["mixtape-4, 2 trainings", "softmax, 2 seeds"]
     low, high = drawn[0].get_ylim()
     assert sum(low <= tick <= high for tick in drawn[0].get_yticks()) > 3
     assert not list(tmp_path.glob(".*"))
