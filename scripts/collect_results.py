@@ -79,12 +79,10 @@ def draw(path: str | Path, rows: Sequence[dict]) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
     found = groups([row for row in rows if row["curve"]])
     colors = plt.get_cmap("tab10" if len(found) <= 10 else "tab20").colors
-    names = [group.name for group in found]
     for number, group in enumerate(found):
         curves = [row["curve"] for row in group.rows]
-        name = group.name if names.count(group.name) == 1 else f"{group.name} ({group.rows[0]['folder']})"
+        name, seeds = group.name, {row["seed"] for row in group.rows}
         if len(curves) > 1:
-            seeds = {row["seed"] for row in group.rows}
             name += f", {len(curves)} {'seeds' if len(seeds) == len(curves) else 'trainings'}"
         for curve in curves:
             marker = "o" if len(curve) < 30 else None

@@ -256,10 +256,8 @@ def test_plot(folder, tmp_path, monkeypatch):
     collect_results.main([*map(str, (one, two, three, again, none)), "--plot", str(tmp_path / "curves.png")])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     lines = drawn[0].lines
-    assert [line.get_xydata().tolist() for line in lines] == [
-        *([[274, 200.5], [548, 63.25]], [[274, 200.5]]),
-        *([[300, 150]], [[300, 140]]),
-    ]
+    mixtape, softmax = [[[274, 200.5], [548, 63.25]], [[274, 200.5]]], [[[300, 150]], [[300, 140]]]
+    assert [line.get_xydata().tolist() for line in lines] == mixtape + softmax
     colors = [line.get_color() for line in lines]
     assert colors[0] == colors[1] != colors[2] == colors[3]
     assert [text.get_text() for text in drawn[0].get_legend().texts] == ["mixtape-4, 2 trainings", "softmax, 2 seeds"]

@@ -120,6 +120,17 @@ def test_rank_of_every_layer(output_layer):
         assert rank <= frequent + embed_dim + 2
 
 
+def test_features_of_a_layer_norm_cost_softmax_one():
+    """Σ_i (h_i − β_i)/γ_i = 0: [H, 1] has rank E instead of E + 1, and log P E + 1."""
+    torch.manual_seed(0)
+    log_probs, (h, w, b) = softmax_log_probs(200, 80, 6, torch.float64)
+    gain, shift = torch.rand(6, dtype=torch.float64) + 0.5, torch.randn(6, dtype=torch.float64)
+    normed = torch.nn.functional.layer_norm(h, (6,), gain, shift)
+    assert log_prob_rank(log_probs) == 8
+    normed_log_probs = (normed @ w.T + b).log_softmax(-1)
+    assert press_rank(streamed(normed_log_probs), 200, 80) == log_prob_rank(normed_log_probs) == 7
+
+
 # ------------------------------------------------------------------------------------------------------------ rank
 
 
