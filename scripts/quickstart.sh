@@ -30,8 +30,7 @@ done
 # Embeddings of E = 8 for all, on a Transformer of width 64: layers without a projection of their own get there by a linear map.
 flags_of() { # flags_of LAYER
   case $1 in
-    softmax | sigsoftmax | gss) echo --decoder-output-dim 8 ;;
-    plif) echo --decoder-output-dim 8 --plif-lr-scale 1 ;;
+    softmax | sigsoftmax | gss | plif) echo --decoder-output-dim 8 ;;
     mos | moc) echo --output-embed-dim 8 --num-components 4 ;;
     mixtape) echo --output-embed-dim 8 --num-components 4 --gate-dim 16 --frequent-ratio 1 --gate-noise 0 ;;
     *) return 1 ;;

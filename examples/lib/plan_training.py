@@ -34,7 +34,7 @@ HELP = """
 --bf16          bfloat16, where the GPU has it
 --smoke         a model a thousand times smaller for a few updates on the CPU, to try the recipe
 --finetune      the second stage, after the first has ended: averaged SGD from its best weights, into DIR/finetuned
---small         a smaller model for a CPU, with each layer of about as many parameters
+--small         smaller, for a CPU, each layer of about as many parameters; in checkpoints/{example}.small.LAYER.seed1
 --float32       on the CPU, no bfloat16 even where the processor has it
 --data DIR      what prepare.sh wrote (default: {data})
 --save DIR      checkpoints and train.log (default: checkpoints/{example}.LAYER.seedN)

@@ -284,7 +284,7 @@ ARCHITECTURES = {
     "_ptb_mixtape": {**MOS_PTB, **MIXTAPE, **GATE_DROPOUT, "hidden_sizes": "1024,1024,620"},
     "_ptb_sigsoftmax": {**MONOTONE_PTB, "output_layer": "sigsoftmax"},
     "_ptb_gss": {**MONOTONE_PTB, "output_layer": "gss"},
-    "_ptb_plif": {**MONOTONE_PTB, "output_layer": "plif"},
+    "_ptb_plif": {**MONOTONE_PTB, "output_layer": "plif", "plif_lr_scale": 0.02 / 20},
     "_wikitext2": AWD_WIKITEXT2,
     "_wikitext2_mos": MOS_WIKITEXT2,
     "_wikitext2_moc": {**MOS_WIKITEXT2, **MOC},

@@ -50,7 +50,7 @@ class OutputLayerConfig:
         default=1.0, metadata={"help": "plif: standard deviation of the raw slopes at the start; 0: the map is a line"}
     )
     plif_lr_scale: float = field(
-        default=0.001, metadata={"help": "plif: learning rate of the raw slopes, in units of that of the others"}
+        default=1.0, metadata={"help": "plif: learning rate of the raw slopes, in units of that of the others"}
     )
     freeze_plif: bool = field(default=False, metadata={"help": "plif: slopes stay as they were drawn"})
     output_impl: str = field(

@@ -65,6 +65,15 @@ def test_frozen_slopes_do_not_count():
 
 
 @pytest.mark.parametrize(
+    "arch, lr_scale",  # Parthiban et al. 2021: .02 beside 20 and 30; others are not trained by SGD
+    [("awd_lstm_lm_ptb_plif", 0.02 / 20), ("awd_lstm_lm_wikitext2_plif", 0.02 / 30), ("awd_lstm_lm", 1)],
+)
+def test_learning_rate_of_slopes(arch, lr_scale):
+    slopes = build(arch, 20, output_layer="plif").decoder.output_projection.slopes_raw
+    assert slopes.optim_overrides["optimizer"]["lr_scale"] == pytest.approx(lr_scale)
+
+
+@pytest.mark.parametrize(
     "num_components, count",
     [(1, 19_057_620), (3, 19_406_620), (5, 19_755_620), (10, 20_628_120), (15, 21_500_620), (20, 22_373_120)],
 )
