@@ -6,7 +6,8 @@ contiguous, the others have any strides, best multiples of 16. NaN and +∞ amon
 loss scaler sees them; where a target is not in [0, V), loss and gradients are NaN (torch's own operations raise).
 
 Sizes and strides of rows, K and Python floats are compile-time constants: a new value compiles a kernel anew. Blocks
-are chosen by size alone: an autotuner would run a kernel again on its own output.
+are chosen by size alone: an autotuner would run a kernel again on its own output. The sums for PLIF's slopes are in
+integers, which have no NaN: there the gradients of features and weights alone show one.
 
 Shapes: n tokens of a chunk, K components, V vocabulary (``size`` in the kernels), S frequent tokens (``size`` in those
 of the sigmoid tree).
@@ -30,6 +31,10 @@ PHILOX_ROUNDS = tl.constexpr(7)  # the fewest that pass BigCrush (Salmon et al. 
 FIXED_POINT = tl.constexpr(2.0**40)  # of sums of gradients, each about 1 at most: in integers their order is no matter
 # Stands in for -inf in running maxima: x - LOWEST is never the NaN of -inf - -inf, and exp(-inf - LOWEST) is 0.
 LOWEST = tl.constexpr(-3.4e38)
+# What has a value or K values for each token: a chunk's may begin anywhere, and Triton would compile a kernel for each
+# combination of those that begin at a multiple of 16 bytes.
+BY_TOKEN = ("target", "log_prior", "nll", "log_sum_exp", "spread", "posterior", "rho", "ends")
+kernel_of_rows = triton.jit(do_not_specialize_on_alignment=BY_TOKEN)
 
 
 def empty_rows(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -65,7 +70,7 @@ def online_sum(highest, total, scores):
     return tl.maximum(highest, scores), total
 
 
-@triton.jit
+@kernel_of_rows
 def softmax_minus_label_kernel(
     logits,
     bias,
@@ -113,7 +118,7 @@ def softmax_minus_label_(
     n, size = logits.shape
     acc = accumulator(logits)
     nll, log_sum_exp = logits.new_empty(2, n, dtype=acc)
-    warps = 4 if size <= 2048 else 8 if size <= 32768 else 16
+    warps = warps_of(size, 4 if size <= 2048 else 8 if size <= 32768 else 16)
     launch(
         softmax_minus_label_kernel,
         n,
@@ -163,7 +168,7 @@ def map_only(
     return value
 
 
-@triton.jit
+@kernel_of_rows
 def curve_softmax_minus_label_kernel(
     logits,
     bias,
@@ -231,8 +236,11 @@ def curve_softmax_minus_label_kernel(
         if sums is not None:
             moment = grad * r
             inner = (index > 0) & (index < pieces - 1)
-            tl.atomic_add(sums + index, (moment * FIXED_POINT).to(tl.int64), mask=counted & inner)
-            tl.atomic_add(sums + pieces + index, (grad * FIXED_POINT).to(tl.int64), mask=counted)
+            # Nothing here reads the sums, so that no order of memory is needed: fences would empty the cache each time.
+            whole = (moment * FIXED_POINT).to(tl.int64)
+            tl.atomic_add(sums + index, whole, mask=counted & inner, sem="relaxed")
+            whole = (grad * FIXED_POINT).to(tl.int64)
+            tl.atomic_add(sums + pieces + index, whole, mask=counted, sem="relaxed")
             low += tl.where(counted & (index == 0), moment, 0.0)
             high += tl.where(counted & (index == pieces - 1) & (index > 0), moment, 0.0)
     tl.store(spread + row, tl.sum(spreads))
@@ -272,7 +280,7 @@ def curve_softmax_minus_label_(
     else:
         return torch_ops.curve_softmax_minus_label_(logits, bias, target, curve, target_weight, epsilon, mask, scale)
     nll, spread = logits.new_empty(2, n, dtype=acc)
-    warps = 4 if size <= 2048 else 8
+    warps = warps_of(size, 4 if size <= 2048 else 8)
     launch(
         curve_softmax_minus_label_kernel,
         n,
@@ -322,7 +330,7 @@ def share_of(log_joint, log_prob):
     return tl.where(log_joint < LOWEST, 0.0, tl.exp(log_joint - log_prob))
 
 
-@triton.jit
+@kernel_of_rows
 def mos_smoothing_kernel(
     logits,
     bias,
@@ -602,6 +610,12 @@ def accumulator(tensor: Tensor) -> torch.dtype:
 
 def is_row_contiguous(tensor: Tensor) -> bool:
     return tensor.size(-1) == 1 or tensor.stride(-1) == 1
+
+
+def warps_of(columns: int, most: int) -> int:
+    """Warps for a row that is overwritten: more than it has columns for would be copies of others, and could read what
+    those have written."""
+    return min(most, max(triton.next_power_of_2(columns) // 32, 1))
 
 
 def contiguous(tensor: Optional[Tensor]) -> Optional[Tensor]:

@@ -154,8 +154,10 @@ class OutputLayer(nn.Module):
 
         Not of the papers. A logit starts with the standard deviation of h·w, which the tanh, the tied embedding and
         the average over components leave far too small; α undoes that, and widens the bound |h| ≤ 1 of a tanh.
+
+        h keeps its type, which under autocast is shorter than α's.
         """
-        return contexts if self.context_scale is None else contexts * self.context_scale
+        return contexts if self.context_scale is None else contexts * self.context_scale.to(contexts.dtype)
 
     @property
     def is_fused_inference(self) -> bool:

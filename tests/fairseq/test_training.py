@@ -210,6 +210,7 @@ def train_and_generate(data, folder, output_layer, device, *precision):
     on_gpu = device == "gpu"
     more = f"--output-layer {output_layer} --label-smoothing 0.1 --max-update 20".split()
     args = [arg for arg in train_args(data, folder, *more, *precision) if not (on_gpu and arg == "--cpu")]
+    args += ["--distributed-world-size", "1"]  # of several GPUs fairseq would start a process each
     losses = [float(line["loss"]) for line in run("train", *args).log["train_inner"]]
     assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 1
     args = generate_args(data, folder / "checkpoint_last.pt", "--gen-subset", "test1")

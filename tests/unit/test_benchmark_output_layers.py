@@ -487,6 +487,8 @@ def test_run_on_a_gpu():
     setting = Setting("cuda", "bfloat16")
     variants = workloads.variants(LAYERS, ["eager", "fused", *workloads.installed_peers("cuda")])
     for row in benchmark_output_layers(shape, variants, setting, rounds=2):
+        if row["skipped"] and row["impl"] in workloads.PEERS:
+            continue  # a peer may refuse a type or a version of torch
         assert row["skipped"] is None and row["ms_median"] > 0
         if row["impl"] == "eager":
             assert row["peak_memory_mb"] >= 512 * 20000 * 4 / 1e6  # log-probabilities in float32

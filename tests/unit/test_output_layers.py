@@ -154,6 +154,22 @@ def test_autocast(name, context_scale):
 
 
 @pytest.mark.parametrize("name", OUTPUT_LAYERS)
+@pytest.mark.parametrize("context_scale", [None, 2.0])
+@pytest.mark.parametrize("impl", ["eager", "auto"])
+def test_scores_under_autocast(name, context_scale, impl):
+    layer = build(name, gate_noise=0.0, context_scale=context_scale, output_impl=impl)
+    features = torch.randn(N, D, dtype=torch.float64)
+    expected = layer.eval().log_probs(features).exp()
+    layer.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        for mode in layer.train, layer.eval:
+            torch.testing.assert_close(mode().log_probs(features.float()).exp().double(), expected, rtol=0.1, atol=0.02)
+            with torch.no_grad():
+                actual = layer.log_probs(features.float())
+            torch.testing.assert_close(actual.exp().double(), expected, rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
 def test_leading_dimensions_and_single_tokens(name):
     layer = build(name).eval()
     features = torch.randn(2, 3, D, dtype=torch.float64)

@@ -552,6 +552,38 @@ def test_fused_losses_over_the_kernels(name, label_smoothing, masked, monkeypatc
     torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("how", ["bfloat16", "float16", "autocast"])
+@pytest.mark.parametrize("name", [name for name, layer in OUTPUT_LAYERS.items() if layer.has_fused_loss()])
+def test_fused_losses_over_the_kernels_in_half_precision(name, how, monkeypatch):
+    """Against the formula in float64. A GPU adds up products in float32 by an operation of its own."""
+    for module in (common, mixtape):
+        monkeypatch.setattr(module, "elementwise", lambda device: ops)
+    monkeypatch.setattr(common, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(common, "MIN_ROWS", 1)
+    torch.manual_seed(0)
+    options = {"output_embed_dim": 8 if OUTPUT_LAYERS[name].has_projection else 12, "gate_dim": 5, "gate_noise": 0.0}
+    # few pieces: a rounded score may be on the next one
+    config = OutputLayerConfig(output_layer=name, output_impl="eager", context_scale=2.0, plif_pieces=8, **options)
+    layer = build_output_layer(config, 12, 37).to(DEVICE)
+    dtype = torch.bfloat16 if how == "autocast" else getattr(torch, how)
+    features = torch.randn(21, 12, device=DEVICE).to(dtype).float()
+    target = torch.randint(2, 30, (21,), device=DEVICE)
+    layer.to(dtype).double()  # rounded once for both
+
+    def gradients(features):
+        features.requires_grad_()
+        loss, _ = layer.loss(features, target, label_smoothing=0.1)
+        return [x.double() for x in (loss, *torch.autograd.grad(loss, [features, *layer.parameters()]))]
+
+    expected = gradients(features.double())
+    layer.config.output_impl = "fused"
+    layer.to(torch.float32 if how == "autocast" else dtype)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=how == "autocast"):
+        actual = gradients(features.to(torch.float32 if how == "autocast" else dtype))
+    for found, exact in zip(actual, expected):
+        assert (found - exact).norm() <= 8 * torch.finfo(dtype).eps * exact.norm()
+
+
 # ---------------------------------------------------------------------------------------------- compiler and GPU
 
 COMPILE = """
@@ -570,11 +602,19 @@ class NoDevice:
 def compile_only(kernel, programs, *arguments, **constants):
     compiled = kernel.run(*arguments, grid=(programs,), warmup=True, **constants)
     print(kernel.fn.__name__, len(compiled.asm["cubin"]) > 0)
+    kernels.append(compiled)
 
 
 triton.runtime.driver.set_active(NoDevice())
 ops.launch = compile_only
-target = torch.zeros(2, dtype=torch.long)
+target = torch.zeros(8, dtype=torch.long)
+kernels = []
+for start, end in (0, 2), (0, 4), (1, 5):  # per token: offsets of 8 and 16 bytes
+    ops.softmax_minus_label_(torch.empty(end - start, 1000), None, target[start:end], 0.9)
+    prior = torch.zeros(8, 3)[start:end]
+    ops.mos_smoothing_(torch.empty(end - start, 3, 1000), None, prior, target[start:end], 0.9, 0.1, None)
+print(len({id(kernel) for kernel in kernels}), "different")
+target = target[:2]
 for dtype in (torch.bfloat16, torch.float64):
     bias = torch.zeros(1000, dtype=torch.promote_types(dtype, torch.float32))
     ops.softmax_minus_label_(torch.empty(2, 1000, dtype=dtype), bias, target, 0.9)
@@ -601,7 +641,8 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path):
     result = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, encoding="utf-8")
     assert result.returncode == 0, result.stderr[-3000:]
     lines = [line for line in result.stdout.splitlines() if "_kernel" in line]
-    assert len(lines) == 15 and all(line.endswith("True") for line in lines)
+    assert len(lines) == 6 + 15 and all(line.endswith("True") for line in lines)
+    assert "2 different" in result.stdout  # softmax and MoS, wherever a chunk begins
 
 
 @pytest.mark.gpu
@@ -638,3 +679,39 @@ def test_offsets_beyond_32_bits():
     nll, _ = ops.softmax_minus_label_(logits, None, torch.full((n,), size - 1, device=DEVICE), 1.0)
     assert nll[-1].item() == pytest.approx(math.log(size - 1 + math.exp(3.0)) - 3.0, rel=1e-5)
     assert nll[-2].item() == pytest.approx(math.log(size), rel=1e-5)
+    assert logits[-1, -1].item() == pytest.approx(math.exp(-nll[-1].item()) - 1, rel=0.01)
+    assert logits[-1, 0].item() == pytest.approx(math.exp(-nll[-1].item() - 3), rel=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 20, 40, 60, 100, 10000])
+def test_runs_are_equal_to_the_last_bit(size, monkeypatch):
+    """What a row reads after another thread has written it would differ from run to run."""
+    monkeypatch.undo()  # the blocks that training uses
+    n, k = 4000, 3
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    scores = torch.randn(n, k, size, device=DEVICE, generator=generator)
+    target = torch.randint(size, (n,), device=DEVICE, generator=generator)
+    prior = torch.full((n, k), -math.log(k), device=DEVICE)
+
+    def results():
+        pieces = PiecewiseLinear(torch.linspace(0.5, 2, 1000, device=DEVICE), 20.0)
+        pieces.begin(scores.dtype, True)
+        tensors = []
+        for curve in (None, GeneralizedSigSoftmax(-1.5, 2.5), pieces):
+            logits = scores[:, 0].clone()
+            if curve is None:
+                tensors += [logits, *ops.softmax_minus_label_(logits, None, target, 0.9)]
+            else:
+                rest = ops.curve_softmax_minus_label_(logits, None, target, curve, 0.9, 1e-4, None)
+                tensors += [logits, *rest]
+        mixed, leaves, gates = scores.clone(), scores.transpose(0, 1).clone(), scores[:, 1:].transpose(0, 1).clone()
+        tensors += [mixed, *ops.mos_smoothing_(mixed, None, prior, target, 0.9, 1e-4, None)]
+        out = torch.empty(n, size, device=DEVICE)
+        ops.mix_(leaves, gates, 0.0, out)
+        ops.mix_backward_(leaves, gates, out)
+        return [*tensors, leaves, gates, out, pieces.sums]
+
+    first = results()
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, results()))
