@@ -181,7 +181,7 @@ def free_port():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("output_layer", ["mixtape"])
+@pytest.mark.parametrize("output_layer", ["mixtape", "plif"])
 def test_two_processes_equal_one_on_the_joined_batch(output_layer, data, tmp_path):
     """Two ranks of one batch each, against one process that adds up the gradients of the same two batches."""
     more = [*NO_NOISE, *f"--output-layer {output_layer} --optimizer sgd --lr 1 --max-tokens 256 --max-update 2".split()]
