@@ -4,8 +4,8 @@ TIME = "2026-01-02 03:04:05 | INFO | "
 LAYERS = {
     "softmax": "output_layer='softmax', num_components=4",
     "mixtape": "num_components=4, output_layer='mixtape'",
-    "plif": "output_layer='plif', num_components=4, plif_lr_scale=0.001, freeze_plif=False",
-    "plif-frozen": "output_layer='plif', num_components=4, plif_lr_scale=0.001, freeze_plif=True",
+    "plif": "output_layer='plif', num_components=4, plif_lr_scale=1.0, freeze_plif=False",
+    "plif-frozen": "output_layer='plif', num_components=4, plif_lr_scale=1.0, freeze_plif=True",
 }
 
 
