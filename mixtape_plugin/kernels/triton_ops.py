@@ -34,7 +34,6 @@ LOWEST = tl.constexpr(-3.4e38)
 # What has a value or K values for each token: a chunk's may begin anywhere, and Triton would compile a kernel for each
 # combination of those that begin at a multiple of 16 bytes.
 BY_TOKEN = ("target", "log_prior", "nll", "log_sum_exp", "spread", "posterior", "rho", "ends")
-kernel_of_rows = triton.jit(do_not_specialize_on_alignment=BY_TOKEN)
 
 
 def empty_rows(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -70,7 +69,7 @@ def online_sum(highest, total, scores):
     return tl.maximum(highest, scores), total
 
 
-@kernel_of_rows
+@triton.jit(do_not_specialize_on_alignment=BY_TOKEN)
 def softmax_minus_label_kernel(
     logits,
     bias,
@@ -168,7 +167,7 @@ def map_only(
     return value
 
 
-@kernel_of_rows
+@triton.jit(do_not_specialize_on_alignment=BY_TOKEN)
 def curve_softmax_minus_label_kernel(
     logits,
     bias,
@@ -330,7 +329,7 @@ def share_of(log_joint, log_prob):
     return tl.where(log_joint < LOWEST, 0.0, tl.exp(log_joint - log_prob))
 
 
-@kernel_of_rows
+@triton.jit(do_not_specialize_on_alignment=BY_TOKEN)
 def mos_smoothing_kernel(
     logits,
     bias,
