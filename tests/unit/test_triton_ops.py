@@ -527,19 +527,30 @@ def test_no_noise_leaves_the_generator_alone():
 # ---------------------------------------------------------------------------------------------- whole losses
 
 
-@pytest.mark.parametrize("masked", [(), (1, 30)])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("name", [name for name, layer in OUTPUT_LAYERS.items() if layer.has_fused_loss()])
-def test_fused_losses_over_the_kernels(name, label_smoothing, masked, monkeypatch):
-    """Chunks of padded buffers, which only these kernels have, against the eager loss."""
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """The fused losses over these kernels, in chunks of a few tokens."""
     for module in (common, mixtape):
         monkeypatch.setattr(module, "elementwise", lambda device: ops)
     monkeypatch.setattr(common, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(common, "MIN_ROWS", 1)
+
+
+def build_small(name, masked=(), **options):
+    """An eager layer of 12 features and 37 tokens, without noise."""
     torch.manual_seed(0)
-    options = {"output_embed_dim": 8 if OUTPUT_LAYERS[name].has_projection else 12, "gate_dim": 5, "gate_noise": 0.0}
+    embed_dim = 8 if OUTPUT_LAYERS[name].has_projection else 12
+    options = {"output_embed_dim": embed_dim, "gate_dim": 5, "gate_noise": 0.0, **options}
     config = OutputLayerConfig(output_layer=name, output_impl="eager", **options)
-    layer = build_output_layer(config, 12, 37, masked_tokens=masked).double().to(DEVICE)
+    return build_output_layer(config, 12, 37, masked_tokens=masked).to(DEVICE)
+
+
+@pytest.mark.parametrize("masked", [(), (1, 30)])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("name", [name for name, layer in OUTPUT_LAYERS.items() if layer.has_fused_loss()])
+def test_fused_losses_over_the_kernels(name, label_smoothing, masked, small_chunks):
+    """Chunks of padded buffers, which only these kernels have, against the eager loss."""
+    layer = build_small(name, masked).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     features = torch.randn(3, 7, 12, dtype=torch.float64, device=DEVICE, requires_grad=True)
@@ -554,17 +565,9 @@ def test_fused_losses_over_the_kernels(name, label_smoothing, masked, monkeypatc
 
 @pytest.mark.parametrize("how", ["bfloat16", "float16", "autocast"])
 @pytest.mark.parametrize("name", [name for name, layer in OUTPUT_LAYERS.items() if layer.has_fused_loss()])
-def test_fused_losses_over_the_kernels_in_half_precision(name, how, monkeypatch):
+def test_fused_losses_over_the_kernels_in_half_precision(name, how, small_chunks):
     """Against the formula in float64. A GPU adds up products in float32 by an operation of its own."""
-    for module in (common, mixtape):
-        monkeypatch.setattr(module, "elementwise", lambda device: ops)
-    monkeypatch.setattr(common, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(common, "MIN_ROWS", 1)
-    torch.manual_seed(0)
-    options = {"output_embed_dim": 8 if OUTPUT_LAYERS[name].has_projection else 12, "gate_dim": 5, "gate_noise": 0.0}
-    # few pieces: a rounded score may be on the next one
-    config = OutputLayerConfig(output_layer=name, output_impl="eager", context_scale=2.0, plif_pieces=8, **options)
-    layer = build_output_layer(config, 12, 37).to(DEVICE)
+    layer = build_small(name, context_scale=2.0, plif_pieces=8)  # few: a rounded score may be on the next piece
     dtype = torch.bfloat16 if how == "autocast" else getattr(torch, how)
     features = torch.randn(21, 12, device=DEVICE).to(dtype).float()
     target = torch.randint(2, 30, (21,), device=DEVICE)
