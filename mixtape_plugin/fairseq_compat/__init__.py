@@ -15,6 +15,7 @@ from mixtape_plugin.fairseq_compat.half_precision import keep_float32_weights_in
 from mixtape_plugin.fairseq_compat.parameter_groups import heed_optim_overrides
 from mixtape_plugin.fairseq_compat.training_loop import (
     end_training_that_is_finished,
+    keep_the_count_of_patience,
     name_the_update_that_diverged,
     prepare_every_process_for_a_checkpoint,
 )
@@ -38,4 +39,5 @@ def apply() -> None:
     keep_float32_weights_in_checkpoints()
     heed_optim_overrides()
     prepare_every_process_for_a_checkpoint()
+    keep_the_count_of_patience()
     end_training_that_is_finished()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 
 from fairseq import checkpoint_utils
 from fairseq.trainer import Trainer
 
 from mixtape_plugin.errors import AFTER_DIVERGENCE, UserError
 from mixtape_plugin.fairseq_compat.patching import replace
+
+logger = logging.getLogger(__name__)
+PATIENCE = "early_stop"
 
 
 def name_the_update_that_diverged() -> None:
@@ -46,8 +51,49 @@ def prepare_every_process_for_a_checkpoint() -> None:
     replace(checkpoint_utils, "save_checkpoint", wrapper)
 
 
+def keep_the_count_of_patience() -> None:
+    """Write into checkpoints what --patience counts, and take it up from there.
+
+    fairseq-train keeps it in attributes of a function, `best` and `num_runs` without an improvement, and forgets it
+    when it ends: a training that was interrupted got up to --patience validations more, and one that had stopped
+    trained on when its command was run once more. Such a run now ends at once, unless its --patience is larger.
+    """
+
+    def counter():
+        # fairseq-train's module is there where fairseq-train runs; other programs have a loop of their own.
+        return getattr(sys.modules.get("fairseq_cli.train"), "should_stop_early", None)
+
+    def save_wrapper(save_checkpoint):
+        def save_with_count(self, filename, extra_state):
+            count = {PATIENCE: dict(vars(counter()))} if counter() else {}
+            return save_checkpoint(self, filename, {**extra_state, **count})
+
+        return save_with_count
+
+    def load_wrapper(load_checkpoint):
+        def load_with_count(cfg, trainer, **kwargs):
+            extra_state, epochs = load_checkpoint(cfg, trainer, **kwargs)
+            if counter():
+                # As with fairseq's best score: another training's, with its optimizer or meters reset, does not count.
+                goes_on = extra_state is not None and trainer.get_num_updates() > 0 and not cfg.reset_meters
+                count = (extra_state.get(PATIENCE) if goes_on else None) or {"best": None, "num_runs": 0}
+                vars(counter()).update(count)
+                trainer.out_of_patience = 0 < cfg.patience <= count["num_runs"]
+                if trainer.out_of_patience:
+                    logger.info(
+                        f"this training ended since validation had not improved for {count['num_runs']} runs; "
+                        f"more than --patience {cfg.patience} goes on"
+                    )
+            return extra_state, epochs
+
+        return load_with_count
+
+    replace(Trainer, "save_checkpoint", save_wrapper)
+    replace(checkpoint_utils, "load_checkpoint", load_wrapper)
+
+
 def end_training_that_is_finished() -> None:
-    """End fairseq-train's loop over epochs where its optimizer says that it is `finished`.
+    """End fairseq-train's loop over epochs where its optimizer says that it is `finished`, or --patience is spent.
 
     That loop asks for nothing but the learning rate, and ends where it is not above --stop-min-lr: the trainer, which
     has no other use for what these methods return, tells it minus infinity.
@@ -57,7 +103,8 @@ def end_training_that_is_finished() -> None:
         def learning_rate_or_end(self, *args, **kwargs):
             lr = learning_rate(self, *args, **kwargs)
             optimizer = getattr(self.optimizer, "fp32_optimizer", self.optimizer)
-            return -math.inf if getattr(optimizer, "finished", False) else lr
+            finished = getattr(optimizer, "finished", False) or getattr(self, "out_of_patience", False)
+            return -math.inf if finished else lr
 
         return learning_rate_or_end
 

@@ -25,6 +25,7 @@ from conftest import (
 )
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+from fairseq_cli.train import should_stop_early
 
 from mixtape_plugin.criterions.output_layer_cross_entropy import OutputLayerCrossEntropy
 from mixtape_plugin.errors import UserError
@@ -169,6 +170,25 @@ def test_resume_after_a_kill_equals_an_uninterrupted_run(data, tmp_path):
     for number, state in whole["last_optimizer_state"]["state"].items():
         for name in "exp_avg", "exp_avg_sq":
             assert torch.equal(state[name], again["last_optimizer_state"]["state"][number][name])
+
+
+@pytest.mark.slow
+def test_patience_counts_across_interruptions(data, tmp_path):
+    """With a learning rate of 0 validation never improves: an early stop after epoch 4, also of an interrupted run."""
+
+    def epochs(*more):
+        vars(should_stop_early).clear()  # as in a process of its own
+        never_better = "--lr 0 --patience 3 --max-update 60".split()
+        log = run("train", *train_args(data, tmp_path, *never_better, *more)).log
+        return [line["epoch"] for line in log.get("valid", [])]
+
+    assert epochs("--max-epoch", 2) == [1, 2]
+    assert epochs("--max-epoch", 3) == [3]
+    assert epochs() == [4]
+    assert epochs() == [], "it ended: the same command again changes nothing"
+    assert epochs("--patience", 5) == [5, 6]
+    weights = ["--finetune-from-model", tmp_path / "checkpoint_last.pt", "--save-dir", tmp_path / "finetuned"]
+    assert epochs(*weights) == [1, 2, 3, 4], "another training counts anew"
 
 
 # ---------------------------------------------------------------------------------------- several processes
