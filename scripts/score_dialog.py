@@ -23,6 +23,18 @@ from mixtape_plugin.errors import UserError
 from mixtape_plugin.evaluation.dialog_bleu import SIGNATURE, corpus_bleu
 
 
+def read_lines(path: Path) -> list[str]:
+    """With their ends. Raises ValueError, which names the line, where one is not UTF-8 text."""
+    lines = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                lines.append(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not UTF-8 text: {error.reason}") from None
+    return lines
+
+
 def read_generated(path: Path) -> list:
     """The replies to each context, best first, in the order of the test set, out of the lines H-NUMBER of a log.
 
@@ -33,13 +45,12 @@ def read_generated(path: Path) -> list:
             none.
     """
     replies = {}
-    with open(path, encoding="utf-8", newline="\n") as file:
-        for number, line in enumerate(file, 1):
-            if line.startswith("H-"):
-                found = re.fullmatch(r"H-(\d+)\t[^\t]+\t([^\t]*)\n", line)
-                if not found:
-                    raise ValueError(f"{path}, line {number} is damaged: wanted is H-NUMBER, a score and a reply")
-                replies.setdefault(int(found[1]), []).append(found[2].split())
+    for number, line in enumerate(read_lines(path), 1):
+        if line.startswith("H-"):
+            found = re.fullmatch(r"H-(\d+)\t[^\t]+\t([^\t]*)\n", line)
+            if not found:
+                raise ValueError(f"{path}, line {number} is damaged: wanted is H-NUMBER, a score and a reply")
+            replies.setdefault(int(found[1]), []).append(found[2].split())
     if not replies:
         raise ValueError(f"{path} holds no replies, which are lines that begin with H-")
     nbest = len(replies[min(replies)])
@@ -54,8 +65,7 @@ def read_generated(path: Path) -> list:
 
 def read_references(path: Path) -> list:
     """A list of references for each line, which has tabs between them; each a list of words."""
-    with open(path, encoding="utf-8", newline="\n") as file:
-        return [[text.split() for text in line.rstrip("\r\n").split("\t")] for line in file]
+    return [[text.split() for text in line.rstrip("\r\n").split("\t")] for line in read_lines(path)]
 
 
 def score(replies: list, references: list) -> list[dict]:

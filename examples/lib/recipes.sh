@@ -95,11 +95,17 @@ local_copy() { # local_copy FOLDER NAME...: the first that is there, plain or .g
 plain() { # no carriage returns, and a last line that ends: what counts as a line is then the same for every tool
   case $1 in *.gz) gzip -dc "$1" ;; *) cat "$1" ;; esac | iconv -f UTF-8 -t UTF-8 | tr -d '\r' | awk 1
 }
+copy() { # copy SOURCE FILE: FILE holds SOURCE; what was made of another SOURCE is kept, and refused
+  if [ -f "$2" ]; then
+    plain "$1" | cmp -s - "$2" || die "${text%/text} was prepared with another $1; choose another --out or remove it"
+  else
+    make "$2" plain "$1" || die "$1 cannot be read as UTF-8 text"
+  fi
+}
 take() { # take SPLIT NAME...: $text/SPLIT out of the folder --from
   local split=$1 source
   shift
-  [ ! -f "$text/$split" ] || return 0
-  source=$(local_copy "$from" "$@") || return 1
-  make "$text/$split" plain "$source" || die "$source cannot be read as UTF-8 text"
+  source=$(local_copy "$from" "$@") || { [ -f "$text/$split" ]; return; }
+  copy "$source" "$text/$split"
   [ -s "$text/$split" ] || { rm "$text/$split"; die "$source is empty"; }
 }

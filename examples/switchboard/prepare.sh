@@ -32,19 +32,21 @@ declare -A blob=( # ids that git gives the files
 )
 original() { is_blob "${blob[$1]}" "$text/$1" 2>/dev/null || echo "prepare.sh: not the original: $text/$1" >&2; }
 
-if [ -n "$train" ]; then
-  make "$text/train.jsonl" plain "$train" || die "--train $train cannot be read as UTF-8 text"
-fi
+pairs() { # pairs SPLIT context|response; a damaged text is not kept, so that a rerun reads the mended one
+  make "$text/$1.$2" dialog "$2" "$text/$1.jsonl" || { rm -f "$text/$1.jsonl"; exit 1; }
+}
 for split in train valid test; do
   file=$split.jsonl
-  if [ -n "$from" ]; then
+  if [ $split = train ] && [ -n "$train" ]; then
+    copy "$train" "$text/$file"
+  elif [ -n "$from" ]; then
     take "$file" "$file" || die "--from has neither $from/$file nor $file.gz$([ $split != train ] || echo "; another training text may be given as --train")"
   else
     fetch "$text/$file" "$url/json_data/$file" is_blob "${blob[$file]}"
   fi
   original "$file"
-  make "$text/$split.context" dialog context "$text/$file"
-  make "$text/$split.response" dialog response "$text/$file"
+  pairs "$split" context
+  pairs "$split" response
 done
 
 # Several references for each test context: wanted, not needed.

@@ -115,6 +115,8 @@ def from_log(text: str) -> dict:
         "task": r"task='(\w+)'",
     }
     row.update((name, last(pattern, text)) for name, pattern in config.items())
+    if last(r"arch='(\w+)'", text) == "dialog_seq2seq":  # its task is translation, its scores are others
+        row["task"] = "dialog"
     if row["parameters"]:
         row["parameters"] = int(row["parameters"].replace(",", ""))
     components = last(r"num_components=(\d+)", text)
@@ -194,7 +196,7 @@ def collect(folder: str | Path) -> tuple:
                     filter(None, [score["signature"], score["preprocessing"] and f"after {score['preprocessing']}"])
                 )
         except (ValueError, TypeError, KeyError):
-            row.update((column, UNREADABLE) for column in TRANSLATION)
+            row.update((column, UNREADABLE) for column in ([DIALOG] if row["task"] == "dialog" else TRANSLATION))
             damaged.append(f"{folder}/score.json is no list of scores")
     if any(isinstance(row.get(name), float) for name in BITS) and row["train ppl"]:
         row["train bits/character"] = math.log2(row["train ppl"])
@@ -266,7 +268,7 @@ def value_of_flag(command: str, name: str) -> str | None:
 def columns_of(rows: Sequence[dict]) -> list:
     """The columns of a table of these rows: those of translation, of dialog, of language models, or several of them."""
     scores = [key[: -len(" signature")] for row in rows for key in row if key.endswith(" signature")]
-    dialog = [row for row in rows if DIALOG in row]
+    dialog = [row for row in rows if DIALOG in row or row.get("task") == "dialog"]
     translation = [
         row
         for row in rows
@@ -278,7 +280,7 @@ def columns_of(rows: Sequence[dict]) -> list:
     if len(translation) + len(dialog) < len(rows):
         columns += LANGUAGE_MODEL
     if dialog:
-        columns += dict.fromkeys(name for name in scores if name.startswith("BLEU-"))
+        columns += dict.fromkeys([DIALOG, *(name for name in scores if name.startswith("BLEU-"))])
     if translation:
         others = (name for name in scores if name != TRANSLATION[-1] and name not in columns)
         bleu = dict.fromkeys([*TRANSLATION[:-1], *others])

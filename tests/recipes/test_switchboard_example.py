@@ -170,11 +170,16 @@ def test_prepare_killed_and_resumed_gives_the_same_data(prepared, corpus, tmp_pa
 
 def test_prepare_refuses_mistakes(corpus, prepared, tmp_path):
     folder, out = shutil.copytree(corpus, tmp_path / "corpus"), tmp_path / "out"
-    args = ["--from", folder, "--out", out]
+    args = ["--from", folder, "--out", out, "--types", 18]
     text = (folder / "valid.jsonl").read_text().splitlines(keepends=True)
     (folder / "valid.jsonl").write_text(text[0] + text[1][:30] + "\n")
     assert mistake("prepare.sh", *args).startswith(f"prepare_dialog.py: {out}/text/valid.jsonl, line 2 is no dialog: ")
     assert not (out / "text" / "valid.context").exists()
+    (folder / "valid.jsonl").write_text("".join(text))
+    output("prepare.sh", *args)
+    (folder / "valid.jsonl").write_text(text[0])
+    message = f"prepare.sh: {out} was prepared with another {folder}/valid.jsonl; choose another --out or remove it"
+    assert mistake("prepare.sh", *args) == message
     (folder / "train.jsonl.gz").unlink()
     shutil.rmtree(out)
     message = f"prepare.sh: --from has neither {folder}/train.jsonl nor train.jsonl.gz; another training text may be "
@@ -288,8 +293,18 @@ def test_damaged_log_is_refused(text, problem, tmp_path):
     log, references = tmp_path / "generate.log", tmp_path / "references"
     log.write_text(text)
     references.write_text("a\nb\n")
+    args = ["--generated", str(log), "--references", str(references)]
     with pytest.raises(UserError, match=f"^{log},? .*{problem}"):
-        score_dialog.main(["--generated", str(log), "--references", str(references)])
+        score_dialog.main(args)
+
+
+def test_text_that_is_not_utf_8_is_named(tmp_path):
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.write_text("H-0\t-1\ta\n")
+    bad.write_bytes(b"H-0\t-1\ta\nH-1\t-1\t\xff\n")
+    for generated, references in (bad, good), (good, bad):
+        with pytest.raises(UserError, match=f"^{bad}, line 2 is not UTF-8 text: invalid start byte$"):
+            score_dialog.main(["--generated", str(generated), "--references", str(references)])
 
 
 def test_scores_and_signature(tmp_path, capsys):

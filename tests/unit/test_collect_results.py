@@ -78,6 +78,13 @@ def test_dialog(folder, capsys):
     assert (row["test ppl"], row["BLEU-1 precision"], row["BLEU-2 recall"]) == ("35.40", "1.123", "2.123")
     assert not {"BLEU 13a", "chrF", "cache pointer"} & set(row)
 
+    log = start().replace("task='translation'", "task='translation', arch='dialog_seq2seq'")
+    damaged, begun = folder("damaged", train_log=log, score_json="["), folder("begun", train_log=log)
+    collect_results.main([str(damaged), str(begun)])
+    rows, _ = table_of(capsys.readouterr().out)
+    assert [row["BLEU-1 precision"] for row in rows] == ["unreadable", "not run"]
+    assert not {"BLEU 13a", "chrF", "cache pointer"} & set(rows[0])
+
 
 def test_language_models(folder, capsys):
     """Files as examples/*/evaluate.sh, dynamic_evaluation.py and cache_pointer.py write them."""
