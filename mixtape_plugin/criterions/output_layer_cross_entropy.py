@@ -1,7 +1,8 @@
 """Label-smoothed cross entropy through an output layer's own loss."""
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import List, Tuple, Union
+from typing import Iterator, List, Tuple, Union
 
 import torch
 from fairseq.criterions import FairseqCriterion, register_criterion
@@ -21,6 +22,17 @@ class OutputLayerCrossEntropyConfig(FairseqDataclass):
     label_smoothing: float = field(default=0.0, metadata={"help": "epsilon, the mass spread over the other tokens"})
     report_accuracy: bool = field(default=False, metadata={"help": "log how often the target is the top token"})
     sentence_avg: bool = II("optimization.sentence_avg")
+
+
+@contextmanager
+def evaluating(layer: OutputLayer) -> Iterator[None]:
+    """Without dropout and noise, which would draw from the training's random numbers."""
+    training = layer.training
+    layer.eval()
+    try:
+        yield
+    finally:
+        layer.train(training)
 
 
 @register_criterion("output_layer_cross_entropy", dataclass=OutputLayerCrossEntropyConfig)
@@ -57,7 +69,7 @@ class OutputLayerCrossEntropy(FairseqCriterion):
         logging_output = {}
         loss, nll = layer.loss(features, target, label_smoothing=self.label_smoothing, ignore_index=self.padding_idx)
         if self.report_accuracy:
-            with torch.no_grad():
+            with torch.no_grad(), evaluating(layer):
                 top = layer(features).argmax(-1)
             counted = target.ne(self.padding_idx)
             logging_output["n_correct"] = (top.eq(target) & counted).sum()

@@ -11,13 +11,19 @@ from mixtape_plugin.fairseq_compat.checkpoints import (
     load_checkpoints_safely,
 )
 from mixtape_plugin.fairseq_compat.data import keep_last_batch, provide_removed_numpy_names, refuse_broken_data
-from mixtape_plugin.fairseq_compat.half_precision import keep_float32_weights_in_checkpoints, train_bf16_without_xla
+from mixtape_plugin.fairseq_compat.half_precision import (
+    keep_float32_weights_in_checkpoints,
+    let_amp_use_its_optimizer,
+    train_bf16_without_xla,
+)
 from mixtape_plugin.fairseq_compat.parameter_groups import heed_optim_overrides
 from mixtape_plugin.fairseq_compat.training_loop import (
     end_training_that_is_finished,
     keep_the_count_of_patience,
+    let_optimizers_check_the_training,
     name_the_update_that_diverged,
     prepare_every_process_for_a_checkpoint,
+    resume_reduce_lr_on_plateau,
 )
 from mixtape_plugin.fairseq_compat.warning_filters import silence_known_deprecations
 
@@ -37,7 +43,10 @@ def apply() -> None:
     train_bf16_without_xla()
     name_the_update_that_diverged()
     keep_float32_weights_in_checkpoints()
+    let_amp_use_its_optimizer()
     heed_optim_overrides()
+    let_optimizers_check_the_training()
     prepare_every_process_for_a_checkpoint()
     keep_the_count_of_patience()
+    resume_reduce_lr_on_plateau()
     end_training_that_is_finished()

@@ -1,4 +1,4 @@
-"""Training with --bf16 and --fp16: on any machine, and resumed as if it had not been interrupted."""
+"""Training with --bf16, --fp16 and --amp: on any machine, and resumed as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 
 import torch
 from fairseq import options
+from fairseq.optim.amp_optimizer import AMPOptimizer
 from fairseq.optim.fp16_optimizer import _FP16OptimizerMixin
 
 from mixtape_plugin.fairseq_compat.patching import replace
@@ -64,3 +65,27 @@ def keep_float32_weights_in_checkpoints() -> None:
 
     replace(_FP16OptimizerMixin, "state_dict", saver)
     replace(_FP16OptimizerMixin, "load_state_dict", loader)
+
+
+def let_amp_use_its_optimizer() -> None:
+    """With --amp, divide gradients by the loss scale once, and save all that the optimizer has to save.
+
+    fairseq unscales the gradients of torch's optimizer, and hands its own to the scaler for the step, which unscales
+    those of an optimizer that it has not seen yet: once more. Adam hides that, SGD's steps are too small by the scale.
+    And it saves the state of torch's optimizer, which is not all: nt_asgd has its phase, and weights of its own.
+    """
+
+    def step(_):
+        def step_of_torchs_optimizer(self):
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+        return step_of_torchs_optimizer
+
+    replace(AMPOptimizer, "step", step)
+    replace(AMPOptimizer, "state_dict", lambda _: lambda self: self.fp32_optimizer.state_dict())
+    replace(
+        AMPOptimizer,
+        "load_state_dict",
+        lambda _: lambda self, *args, **kwargs: self.fp32_optimizer.load_state_dict(*args, **kwargs),
+    )

@@ -7,6 +7,7 @@ import math
 import sys
 
 from fairseq import checkpoint_utils
+from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from fairseq.trainer import Trainer
 
 from mixtape_plugin.errors import AFTER_DIVERGENCE, UserError
@@ -32,6 +33,21 @@ def name_the_update_that_diverged() -> None:
         return train_step_or_say
 
     replace(Trainer, "train_step", wrapper)
+
+
+def let_optimizers_check_the_training() -> None:
+    """Call `optimizer.check_training(task, cfg)`, where an optimizer has it, as soon as it is built."""
+
+    def wrapper(build_optimizer):
+        def build_checked_optimizer(self):
+            build_optimizer(self)
+            optimizer = getattr(self._optimizer, "fp32_optimizer", self._optimizer)
+            if hasattr(optimizer, "check_training"):
+                optimizer.check_training(self.task, self.cfg)
+
+        return build_checked_optimizer
+
+    replace(Trainer, "_build_optimizer", wrapper)
 
 
 def prepare_every_process_for_a_checkpoint() -> None:
@@ -89,6 +105,38 @@ def keep_the_count_of_patience() -> None:
         return load_with_count
 
     replace(Trainer, "save_checkpoint", save_wrapper)
+    replace(checkpoint_utils, "load_checkpoint", load_wrapper)
+
+
+def resume_reduce_lr_on_plateau() -> None:
+    """Let a resumed training lower its learning rate where the uninterrupted one does.
+
+    fairseq saves an epoch's end before it tells the scheduler the validation loss, and never tells it after a resume;
+    nor does it save for how many epochs there was no improvement.
+    """
+
+    def saver(state_dict):
+        return lambda self: {**state_dict(self), "num_bad_epochs": self.lr_scheduler.num_bad_epochs}
+
+    def loader(load_state_dict):
+        def load_with_bad_epochs(self, state):
+            load_state_dict(self, state)
+            self.lr_scheduler.num_bad_epochs = state.get("num_bad_epochs", 0)  # older checkpoints have none
+            self.resumed = True
+
+        return load_with_bad_epochs
+
+    def load_wrapper(load_checkpoint):
+        def load_and_tell_the_loss(cfg, trainer, **kwargs):
+            extra_state, epochs = load_checkpoint(cfg, trainer, **kwargs)
+            if getattr(trainer.lr_scheduler, "resumed", False) and epochs.iterations_in_epoch == 0:
+                trainer.lr_step(epochs.next_epoch_idx - 1, extra_state["val_loss"])
+            return extra_state, epochs
+
+        return load_and_tell_the_loss
+
+    replace(ReduceLROnPlateauLRSchedule, "state_dict", saver)
+    replace(ReduceLROnPlateauLRSchedule, "load_state_dict", loader)
     replace(checkpoint_utils, "load_checkpoint", load_wrapper)
 
 

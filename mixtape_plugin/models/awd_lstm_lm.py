@@ -169,6 +169,11 @@ class AWDLSTMDecoder(FairseqIncrementalDecoder):
             states = None if first_segment else self.states.get(stream)
             if states is None and not first_segment:
                 logger.warning(f"no hidden state was kept for {stream}: it starts from zeros in the middle of the text")
+            if states is not None and len(states[0][0]) != len(prev_output_tokens):
+                raise UserError(
+                    f"the hidden state of {stream} has {len(states[0][0])} columns, and its next segment "
+                    f"{len(prev_output_tokens)}: within a text their number cannot change"
+                )
         x = embed_with_dropout(self.embed_tokens, prev_output_tokens, self.embedding_dropout, self.training)
         if self.training and self.embedding_noise:  # none is drawn without, so that other trainings stay as they were
             x = x + self.embedding_noise * torch.randn_like(x)

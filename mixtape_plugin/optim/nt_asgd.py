@@ -8,10 +8,11 @@ from typing import List, Optional
 import torch
 from fairseq.dataclass import FairseqDataclass
 from fairseq.optim import FairseqOptimizer, register_optimizer
-from omegaconf import II
+from fairseq.tasks import FairseqTask
+from omegaconf import II, DictConfig
 from torch import nn
 
-from mixtape_plugin.errors import check_values
+from mixtape_plugin.errors import UserError, check_values
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +50,12 @@ class NTASGD(FairseqOptimizer):
     A parameter with fairseq's ``lr_scale`` (``--plif-lr-scale``) has that many times the learning rate, in both phases.
 
     Needs ``--task bptt_language_modeling``, which says when an epoch begins and when a validation ends, and swaps the
-    weights. fairseq-train ends its loop over epochs where :attr:`finished` is true
-    (:func:`~mixtape_plugin.fairseq_compat.training_loop.end_training_that_is_finished`).
+    weights; and validation, or ``--averaging-epoch``. fairseq-train ends its loop over epochs where :attr:`finished`
+    is true (:func:`~mixtape_plugin.fairseq_compat.training_loop.end_training_that_is_finished`).
 
     Raises:
-        UserError: ``--nonmono`` below 1, ``--averaging-epoch``, ``--weight-decay`` or ``--lr`` below 0 or not finite.
+        UserError: ``--nonmono`` below 1, ``--averaging-epoch``, ``--weight-decay`` or ``--lr`` below 0 or not finite;
+            another task; ``--disable-validation`` without ``--averaging-epoch``.
     """
 
     def __init__(self, cfg: NTASGDConfig, params: List[nn.Parameter]):
@@ -67,7 +69,7 @@ class NTASGD(FairseqOptimizer):
                 "lr": (min(cfg.lr) >= 0, "0 or more"),
             },
         )
-        self._optimizer = torch.optim.SGD(params, **self.optimizer_config)
+        self._sgd = self._optimizer = torch.optim.SGD(params, **self.optimizer_config)
         self.history = []  # validation losses, one an epoch
         self.finished = False
         self._raw = None
@@ -84,6 +86,19 @@ class NTASGD(FairseqOptimizer):
     def phase(self) -> str:
         """ "sgd" or "asgd"."""
         return "asgd" if isinstance(self._optimizer, torch.optim.ASGD) else "sgd"
+
+    def check_training(self, task: FairseqTask, cfg: DictConfig) -> None:
+        """Raises UserError for a training in which this would be SGD to its end."""
+        if not hasattr(task, "begin_save"):
+            raise UserError(
+                f"--optimizer nt_asgd needs --task bptt_language_modeling, not {type(task).__name__}: "
+                "use --optimizer sgd with it"
+            )
+        if cfg.dataset.disable_validation and self.cfg.averaging_epoch is None:
+            raise UserError(
+                "--optimizer nt_asgd starts averaging by validation, which --disable-validation leaves out: "
+                "give --averaging-epoch"
+            )
 
     def begin_epoch(self, epoch: int) -> None:
         """Starts averaging if its time has come by ``--averaging-epoch``; epochs count from 1."""
@@ -112,6 +127,7 @@ class NTASGD(FairseqOptimizer):
         kept = ("params", "lr", "weight_decay", "lr_scale")
         groups = [{name: group[name] for name in kept if name in group} for group in self.param_groups]
         self._optimizer = torch.optim.ASGD(groups, t0=0, lambd=0)
+        self._sgd.param_groups = self._optimizer.param_groups  # where reduce_lr_on_plateau sets the learning rate
 
     @torch.no_grad()
     def use_average(self) -> bool:
@@ -156,6 +172,7 @@ class NTASGD(FairseqOptimizer):
         if state_dict["phase"] == "asgd":
             self._start_averaging()
         super().load_state_dict(state_dict["optimizer"], optimizer_overrides)
+        self._sgd.param_groups = self._optimizer.param_groups
         raw = state_dict["raw"]
         self._raw = raw and [weight.to(parameter) for weight, parameter in zip(raw, self.params)]
         self.history = list(state_dict["history"])

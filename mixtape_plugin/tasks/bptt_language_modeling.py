@@ -18,15 +18,19 @@ from fairseq.models import BaseFairseqModel
 from fairseq.optim import FairseqOptimizer
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingTask
-from omegaconf import II, DictConfig
+from omegaconf import II, DictConfig, open_dict
 from torch import Tensor
 
 from mixtape_plugin.data.bptt_dataset import BpttDataset, TokenStream, draw_segment_lengths
 from mixtape_plugin.errors import AFTER_DIVERGENCE, UserError, check_values
-from mixtape_plugin.models.awd_lstm_lm import check_vocabulary, vocabulary_digest
+from mixtape_plugin.models.awd_lstm_lm import LANGUAGE_MODEL_GATES, check_vocabulary, vocabulary_digest
 from mixtape_plugin.optim.nt_asgd import find_nt_asgd, swap_weights
 
 logger = logging.getLogger(__name__)
+OF_SEGMENTS = (
+    *("tokens_per_sample", "segment_length_std", "short_segment_probability", "min_segment_length"),
+    *("max_segment_length", "small_batch_size", "remove_eos"),
+)
 
 
 @dataclass
@@ -91,8 +95,9 @@ class BpttLanguageModelingTask(LanguageModelingTask):
       resume there starts from zeros, with a warning.
 
     Raises:
-        UserError: an option's value is not allowed; no ``--batch-size``; a text with a symbol that is masked; a
-            checkpoint of another dictionary or ``--remove-eos``; a loss that is not finite, in training or validation.
+        UserError: an option's value is not allowed; no ``--batch-size``; ``--skip-remainder-batch``; a text with a
+            symbol that is masked; a checkpoint of another dictionary or ``--remove-eos``, or of the middle of an epoch
+            with other segments; a loss that is not finite, in validation or in training without a loss scale.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
         self.lr_scales = []  # of the segments since the last update
         self.epoch_ended = False
         self.validations = 0
+        self.walk = {}
         self.states_of_all = []
         self.restored_states = None
 
@@ -144,6 +150,10 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             digest = vocabulary_digest(self.dictionary, self.masked_tokens)
             check_vocabulary(getattr(args, "vocabulary_digest", digest), self.dictionary, self.masked_tokens)
             args.vocabulary_digest, args.masked_tokens = digest, list(self.masked_tokens)
+        elif not from_checkpoint:  # of fairseq-hydra-train, whose checkpoints hold what is given alone
+            with open_dict(args):
+                for option, value in LANGUAGE_MODEL_GATES.items():
+                    args.setdefault(option, value)
         return super().build_model(args, from_checkpoint)
 
     def build_criterion(self, cfg: DictConfig, *args, **kwargs) -> FairseqCriterion:
@@ -203,8 +213,17 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             raise UserError("--task bptt_language_modeling needs --batch-size, the number of columns")
         # Evaluation may be of the training text too; only the iterator that fairseq trains with has this option.
         training = dataset.split == self.args.train_subset and "grouped_shuffling" in kwargs
-        lengths = self.args.tokens_per_sample
+        lengths, name = self.args.tokens_per_sample, dataset.split
         if training:
+            if kwargs.get("skip_remainder_batch"):
+                raise UserError(
+                    "--skip-remainder-batch is not allowed with --task bptt_language_modeling: it leaves out the end "
+                    "of the text, and with it that of the epoch"
+                )
+            if max_tokens is not None:
+                logger.warning(f"--max-tokens {max_tokens} is not used: --batch-size is the number of columns")
+            # What a training that was interrupted in mid-epoch must agree in, to be at the same place of the text.
+            self.walk = {"batch_size": max_sentences, "seed": seed, **{n: getattr(self.args, n) for n in OF_SEGMENTS}}
             lengths = draw_segment_lengths(
                 len(dataset) // (max_sentences * num_shards),
                 self.args.tokens_per_sample,
@@ -215,8 +234,10 @@ class BpttLanguageModelingTask(LanguageModelingTask):
                 seed,
                 epoch,
             )
+        elif dataset.split == self.args.train_subset:  # beside the training, whose hidden state has the split's name
+            name = f"{dataset.split} (evaluation)"
         segments = BpttDataset(
-            dataset, max_sentences, lengths, training, self.args.tokens_per_sample, num_shards, shard_id
+            dataset, max_sentences, lengths, training, self.args.tokens_per_sample, num_shards, shard_id, name
         )
         return iterators.EpochBatchIterator(
             segments,
@@ -275,7 +296,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             part, size, log = super().train_step(small_batch, model, criterion, optimizer, update_num, ignore_grad)
             loss, sample_size = loss + part, sample_size + size
             logging_output = {name: logging_output.get(name, 0) + value for name, value in log.items()}
-        if not torch.isfinite(loss):
+        if not torch.isfinite(loss) and getattr(optimizer, "scaler", None) is None:  # which skips such an update
             raise UserError(
                 f"the loss is {loss.item()} at update {update_num + 1} (epoch {self.epoch}): {AFTER_DIVERGENCE}"
             )
@@ -351,12 +372,19 @@ class BpttLanguageModelingTask(LanguageModelingTask):
         }
 
     def get_checkpoint_dict(self) -> dict:
-        return {type(self).__name__: {"hidden_states": self.states_of_all}}
+        return {type(self).__name__: {"hidden_states": self.states_of_all, "walk": self.walk}}
 
     def set_checkpoint_dict(self, state_dict: dict) -> None:
         states = state_dict["hidden_states"]
         if not states:
             return
+        for name, value in state_dict.get("walk", {}).items():  # older checkpoints have none
+            if value != self.walk[name]:
+                option = "--" + name.replace("_", "-")
+                raise UserError(
+                    f"the checkpoint was saved in the middle of an epoch with {option} {value}, and cannot be resumed "
+                    f"with {self.walk[name]}: give the same, or go on from a checkpoint of an epoch's end"
+                )
         processes = distributed_utils.get_data_parallel_world_size() if torch.distributed.is_initialized() else 1
         if len(states) != processes:
             raise UserError(

@@ -216,6 +216,7 @@ RESUMES = {
     "sgd": ["--nonmono", 5],
     "asgd": ["--averaging-epoch", 0],
     "trigger": ["--averaging-epoch", 1],
+    "trigger with --amp": ["--averaging-epoch", 1, "--amp"],
 }
 
 
@@ -234,6 +235,46 @@ def test_resume_after_a_kill_in_mid_epoch_equals_an_uninterrupted_run(phase, tex
     assert loss_curve(parse_log(stdout), resumed) == loss_curve(uninterrupted)
     assert resumed["valid"][-1]["valid_loss"] == uninterrupted["valid"][-1]["valid_loss"]
     check_same_checkpoints(tmp_path / "whole", tmp_path / "killed", phase)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option, value", [("--batch-size", 5), ("--tokens-per-sample", 30), ("--seed", 4)])
+def test_a_resume_in_mid_epoch_at_another_place_of_the_text_is_refused(option, value, text, tmp_path):
+    run("train", *lm_args(text, tmp_path, "--max-update", 6, "--seed", 3))
+    before = files(tmp_path)
+    with pytest.raises(
+        UserError, match=f"in the middle of an epoch with {option} [0-9]+, and cannot be resumed with {value}:"
+    ):
+        run("train", *lm_args(text, tmp_path, "--max-update", 9, "--seed", 3, option, value))
+    assert files(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_validation_on_the_training_text_does_not_change_the_training(text, tmp_path):
+    more = [*NO_DROPOUT, *"--max-epoch 2 --validate-interval-updates 3 --seed 3".split()]
+    alone, beside = (
+        run("train", *lm_args(text, tmp_path / subsets, *more, "--valid-subset", subsets)).log
+        for subsets in ("valid", "valid,train")
+    )
+    assert loss_curve(alone) == loss_curve(beside)
+    assert len(beside["train"]) > len(alone["train"]), "those of validation bear the split's name"
+
+
+@pytest.mark.slow
+def test_a_learning_rate_by_validation_reaches_averaged_sgd(text, tmp_path):
+    """--lr-scheduler reduce_lr_on_plateau lowers it after every second epoch here, also of a training that is resumed
+    after each, and in mid-epoch."""
+    plateau = "--lr-scheduler reduce_lr_on_plateau --lr-patience 1 --lr-threshold 0.9 --lr-shrink 0.5".split()
+    more = [*plateau, "--averaging-epoch", 1, "--seed", 3]
+
+    def rates(folder, *ends):
+        logs = [run("train", *lm_args(text, tmp_path / folder, *more, *end)).log for end in ends]
+        return [(line["epoch"], line["train_lr"]) for log in logs for line in log["train"]]
+
+    expected = [(1, "5"), (2, "5"), (3, "5"), (4, "2.5"), (5, "2.5"), (6, "1.25"), (7, "1.25")]
+    assert rates("whole", ["--max-epoch", 7]) == expected
+    ends = [["--max-epoch", epoch] for epoch in (1, 2, 3, 4, 5)]
+    assert rates("resumed", *ends, ["--max-update", 75], ["--max-epoch", 7]) == [*expected[:6], *expected[5:]]
 
 
 def check_same_checkpoints(whole, resumed, phase):
@@ -547,6 +588,35 @@ def test_gradients_that_are_not_finite_are_one_sentence(text, tmp_path, monkeypa
     with pytest.raises(UserError, match="^gradients are Nan/Inf at update 4: lower --lr"):
         run("train", *lm_args(text, tmp_path, "--max-epoch", 1, "--save-interval-updates", 2))
     assert (tmp_path / "checkpoint_1_2.pt").exists()
+
+
+@pytest.mark.slow
+def test_a_loss_that_overflows_is_left_to_the_loss_scale(text, tmp_path, monkeypatch):
+    """--fp16 and --amp go on with a smaller scale; here that of --amp, which is disabled without a GPU."""
+    monkeypatch.setattr(torch.cuda.amp, "GradScaler", lambda **options: torch.amp.GradScaler("cpu", **options))
+    train_step, skipped = BpttLanguageModelingTask.train_step, []
+
+    def overflow(task, sample, model, criterion, optimizer, update_num, *args, **kwargs):
+        if update_num == 3 and not skipped:
+            skipped.append(optimizer.scaler.get_scale())
+            criterion.register_forward_hook(lambda _, __, output: (output[0] * math.inf, *output[1:]))
+        elif skipped:
+            criterion._forward_hooks.clear()
+        return train_step(task, sample, model, criterion, optimizer, update_num, *args, **kwargs)
+
+    monkeypatch.setattr(BpttLanguageModelingTask, "train_step", overflow)
+    log = run("train", *lm_args(text, tmp_path, "--amp", "--max-epoch", 1, "--nonmono", 5)).log["train_inner"]
+    assert skipped and float(log[-1]["loss_scale"]) == skipped[0] / 2
+    assert all(math.isfinite(float(line["loss"])) for line in log)
+
+
+def test_nt_asgd_that_would_be_sgd_to_its_end_is_refused(text, tmp_path):
+    with pytest.raises(UserError, match="needs --task bptt_language_modeling, not LanguageModelingTask"):
+        run("train", *lm_args(text, tmp_path, "--task", "language_modeling", "--tokens-per-sample", 20))
+    with pytest.raises(UserError, match="which --disable-validation leaves out: give --averaging-epoch"):
+        run("train", *lm_args(text, tmp_path, "--disable-validation"))
+    with pytest.raises(UserError, match="^--skip-remainder-batch is not allowed"):
+        run("train", *lm_args(text, tmp_path, "--skip-remainder-batch", "--update-freq", 4))
 
 
 def test_stock_label_smoothing_is_refused(text, tmp_path):

@@ -89,6 +89,26 @@ def test_criterion_equals_fairseqs_own(output_layer, sentence_avg):
             torch.testing.assert_close(value, expected_logs[name], rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("output_layer", LAYERS)
+def test_reporting_accuracy_draws_nothing(output_layer):
+    """The losses after it are those of a training without it, and it counts what the layer finds without dropout."""
+    dictionary = make_dictionary()
+    dropouts = dict(gate_noise=0.5, gate_dropout=0.5, context_dropout=0.5)
+    model = build_small_model(dictionary=dictionary, output_layer=output_layer, **dropouts)
+    model.decoder.output_projection.train()
+    sample, losses = make_sample(dictionary), []
+    for report in False, True:
+        criterion = OutputLayerCrossEntropy(SimpleNamespace(target_dictionary=dictionary), False, 0.1, report)
+        torch.manual_seed(1)
+        logs = [criterion(model, sample)[2] for _ in range(2)]
+        losses.append([log["loss"] for log in logs])
+    assert losses[0] == losses[1]
+    assert model.decoder.output_projection.training
+    scores, _ = model.eval()(**sample["net_input"])
+    correct = (scores.argmax(-1) == sample["target"]) & (sample["target"] != dictionary.pad())
+    assert logs[1]["n_correct"] == correct.sum()
+
+
 @pytest.mark.slow
 def test_training_does_not_depend_on_the_path(data, tmp_path):
     """fairseq-train with our criterion and with fairseq's own: the same losses and parameters."""

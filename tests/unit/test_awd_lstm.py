@@ -23,6 +23,7 @@ from mixtape_plugin.errors import UserError
 from mixtape_plugin.models.awd_lstm_lm import AWDLSTMLanguageModel
 from mixtape_plugin.modules.weight_drop import WeightDropLSTM
 from mixtape_plugin.output_layers import OUTPUT_LAYERS
+from mixtape_plugin.tasks.bptt_language_modeling import BpttLanguageModelingConfig, BpttLanguageModelingTask
 
 B, T, V, E, HIDDEN = 3, 6, 14, 5, (7, 8, 6)
 MIXTURES = [name for name in OUTPUT_LAYERS if OUTPUT_LAYERS[name].has_components]
@@ -126,6 +127,19 @@ def test_checkpoints_of_the_older_default_stay_as_they_were():
         of_train = argparse.Namespace(**older, arch=arch, frequent_ratio=0.5, gate_weight_norm=False)
         of_hydra = OmegaConf.create({**older, "_name": arch})
         assert gates_of(of_train) == gates_of(of_hydra) == (0.5, False)
+
+
+def test_a_new_training_of_hydra_has_the_papers_gates_too():
+    """What the task hands to the model is what a checkpoint keeps."""
+    dictionary = make_dictionary(46)
+    task = BpttLanguageModelingTask(BpttLanguageModelingConfig(), dictionary)
+    given = {"_name": "awd_lstm_lm", "output_layer": "mixtape", "embed_dim": 4, "hidden_sizes": "4"}
+    for more, expected in ({}, (0.1, True)), ({"frequent_ratio": 0.3}, (0.3, True)):
+        tree = OmegaConf.create({**given, **more})
+        config = task.build_model(tree).decoder.output_projection.config
+        assert (config.frequent_ratio, config.gate_weight_norm) == expected
+        again = task.build_model(tree, from_checkpoint=True).decoder.output_projection.config
+        assert again == config
 
 
 # --------------------------------------------------------------------------------------------------- evaluation
@@ -238,6 +252,8 @@ def test_streams_do_not_disturb_each_other():
     close(model(second, stream="train", first_segment=False)[0], expected)
     close(model(valid[:, 2:], stream="valid", first_segment=False)[0], expected_valid[:, 2:])
     assert {"train", "valid"} <= set(model.decoder.states)
+    with pytest.raises(UserError, match="hidden state of train has 3 columns, and its next segment 2:"):
+        model(second[:2], stream="train", first_segment=False)
 
 
 def test_columns_do_not_disturb_each_other():

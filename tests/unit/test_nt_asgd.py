@@ -8,6 +8,8 @@ import reference_lm
 import torch
 import torch.nn.functional as F
 from fairseq.optim import OPTIMIZER_REGISTRY
+from fairseq.optim.amp_optimizer import AMPOptimizer
+from omegaconf import OmegaConf
 
 from mixtape_plugin.errors import UserError
 
@@ -357,3 +359,20 @@ def test_fine_tuning_stops_where_averaging_would_start(losses, end, tmp_path):
 def test_options_are_checked(options, message):
     with pytest.raises(UserError, match=message):
         build_optimizer(build_model().parameters(), **options)
+
+
+@pytest.mark.parametrize("name, more", [("nt_asgd", {}), ("sgd", {"momentum": 0.0})])
+def test_amp_divides_by_its_scale_once(name, more, monkeypatch):
+    """With a scaler that is enabled, as it is on a GPU: a step of SGD is lr times the gradient."""
+    monkeypatch.setattr(torch.cuda.amp, "GradScaler", lambda **options: torch.amp.GradScaler("cpu", **options))
+    weight = torch.nn.Parameter(torch.zeros(3))
+    cfg = {
+        "optimizer": {"_name": name, "lr": [LR], "weight_decay": 0.0, **more},
+        "common": {"fp16_init_scale": 128, "min_loss_scale": 1e-4},
+    }
+    optimizer = AMPOptimizer.build_optimizer(OmegaConf.create(cfg), [weight])
+    optimizer.backward((weight * torch.tensor([1.0, 2.0, 3.0])).sum())
+    assert weight.grad.tolist() == [128, 256, 384], "the scale is there"
+    optimizer.clip_grad_norm(0)
+    optimizer.step()
+    assert weight.tolist() == [-LR, -2 * LR, -3 * LR]
