@@ -77,7 +77,7 @@ class BpttDataset(FairseqDataset):
 
     A batch holds beside the usual entries: ``net_input.stream``, the name under which the model keeps its hidden
     state; ``net_input.first_segment``; ``lr_scale``, the segment's drawn length over ``base_length``;
-    ``last_segment``.
+    ``segment``, its number from 0; ``last_segment``.
 
     Args:
         stream: the text.
@@ -161,6 +161,7 @@ class BpttDataset(FairseqDataset):
             },
             "target": targets,
             "lr_scale": self.lengths[index] / self.base_length,
+            "segment": index,
             "last_segment": index == len(self) - 1,
         }
 

@@ -118,6 +118,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
         )
         self.optimizer = None
         self.lr_scales = []  # of the segments since the last update
+        self.update_begin, self.states_before = None, {}
         self.epoch_ended = False
         self.validations = 0
         self.walk = {}
@@ -289,6 +290,10 @@ class BpttLanguageModelingTask(LanguageModelingTask):
         # An update begins without gradients, also after one that fairseq has given up because of an overflow.
         if all(parameter.grad is None for parameter in model.parameters()):
             self.lr_scales = []
+            begin = (self.epoch, sample["segment"])
+            if begin == self.update_begin:  # --amp tries it again
+                model.decoder.states.update(self.states_before)
+            self.update_begin, self.states_before = begin, dict(model.decoder.states)
         self.lr_scales.append(sample["lr_scale"])
         self.epoch_ended = sample["last_segment"]
         loss, sample_size, logging_output = 0.0, 0, {}

@@ -569,6 +569,7 @@ def sample_of(tokens, target, pad=1):
         "net_input": net_input,
         "target": target,
         "lr_scale": 1.0,
+        "segment": 0,
         "last_segment": False,
     }
 
