@@ -145,6 +145,8 @@ def run_predictions(args: argparse.Namespace) -> None:
             groups = chosen(args, text)  # a position that is not in the text, before anything takes time
             if args.top > trained.tokens:
                 raise UserError(f"--top {args.top} is not allowed: at most {trained.tokens}, the tokens there are")
+        elif not torch.equal(trained.read(args.subset).targets, text.targets):
+            raise UserError(f"{folder} reads another text than the first folder: compare models of one text")
         with progress_bar(name, len(text)) as bar:
             found[name] = predictions.predict(trained, args.subset, args.top, bar.update)
     if args.search:
@@ -262,7 +264,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             command.add_argument("--subset", default="test", help="split to read (default: %(default)s)")
             command.add_argument("--cpu", action="store_true", help="use the CPU where there is a GPU, too")
     command = commands.choices["rank"]
-    command.add_argument("--contexts", type=int, metavar="N", help="the first N contexts alone")
+    command.add_argument("--contexts", type=int, metavar="N", help="the first N alone that --batch-size columns give")
     command.add_argument(
         "--batch-size", type=int, metavar="B", help="columns of a text (default: 1) or sentences of a translation (32)"
     )

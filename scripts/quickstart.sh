@@ -43,7 +43,7 @@ for layer in "${layers[@]}"; do
   flags_of "$layer" >/dev/null || die "--layers names '$layer', allowed are softmax, mos, moc, mixtape, sigsoftmax, gss and plif"
 done
 [ -z "$data" ] || [ -d "$data" ] || die "--data $data is no folder"
-[ -z "$data" ] || data=$(cd "$data" && pwd)
+[ -z "$data" ] || data=$(CDPATH= cd "$data" && pwd)
 [ -z "$from" ] || [ -n "$data" ] || die "--source-lang $from goes with --data only"
 settings="data ${data:-generated}${from:+ from $from}, updates $updates"
 holds_other_run() { [ -f "$1/settings" ] && [ "$(cat "$1/settings")" != "$settings" ]; }
@@ -56,12 +56,12 @@ if [ -z "$out" ]; then # of this name, the first that is new or holds this very 
   done
 fi
 mkdir -p "$out"
-out=$(cd "$out" && pwd)
+out=$(CDPATH= cd "$out" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [ $setup = yes ]; then
   scripts/setup.sh
-  PATH=$(cd "${MIXTAPE_VENV:-.venv}" && pwd)/bin:$PATH
+  PATH=$(CDPATH= cd "${MIXTAPE_VENV:-.venv}" && pwd)/bin:$PATH
 fi
 export OMP_NUM_THREADS=1 PYTHONUTF8=1 # tensors are tiny: both trainings run at once instead
 ! holds_other_run "$out" ||

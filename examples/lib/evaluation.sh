@@ -98,6 +98,7 @@ evaluate_translation() {
   find_references "$1"
 
   python "$root/scripts/average_checkpoints.py" --last "${last:-$2}" "$save" --by "$3" --output "$save/average.pt"
+  rm -f "$save"/{test-perplexity.txt,test.hyp,score.txt,score.json} # of the average before
   test_perplexity "${flags[@]}"
   translate "$1" "${flags[@]}"
   scores "$1"
@@ -128,6 +129,7 @@ perplexity() { # perplexity SPLIT COLUMNS UNIT FLAGS...: fairseq-eval-lm of $sav
   bits=$(sed -n 's/.*Loss (base 2): \([^ ,]*\), Perplexity: \([^ ]*\).*/\1 bits a '"$unit"', perplexity \2/p' "$log")
   [ -n "$bits" ] || die "fairseq-eval-lm gave no perplexity; see $log"
   echo "$split: $count ${unit}s, $bits" >"$save/$split.txt.part"
+  [ "$split" = test ] || rm -f "$save/test.txt" # of the checkpoint before, perhaps
   mv "$save/$split.txt.part" "$save/$split.txt"
   cat "$save/$split.txt"
 }
@@ -156,6 +158,9 @@ evaluate_language_model() {
   [ ! -d "$data/shard00" ] || data=$data/shard00 # which has valid and test
   [ -f "$save/checkpoint_best.pt" ] || die "$save holds no checkpoint_best.pt"
   [ -f "$data/dict.txt" ] || die "--data $data holds no binarized data; run prepare.sh first"
+  case " ${extra[*]-}" in
+    *" --gen-subset"* | *" --subset"*) die "another text is not allowed: valid.txt is of valid, all other files are of test" ;;
+  esac
   if [ -n "$dynamic$cache" ]; then
     adapt "$dataset" "${extra[@]+"${extra[@]}"}"
   else

@@ -310,6 +310,8 @@ def plan(recipe: argparse.Namespace, arguments: Sequence[str]) -> Variables:
         raise ValueError(f"the output layer is '{name}', allowed are {enumerate_names(layers)}; see train.sh --help")
     layer = layers[name]
     options, extra = parse_options(arguments[1:], (*recipe.options, *EVERY_RECIPE))
+    if any(argument.split("=")[0] == "--save-dir" for argument in extra):
+        raise ValueError("--save-dir is not allowed, since train.log would stay behind: give --save")
     if options.get("small") and options.get("finetune"):
         raise ValueError("--small has no second stage")
     data, seed = options["data"] or recipe.data, options["seed"] or layer.settings.get("seed", "1")

@@ -7,7 +7,7 @@ usage="usage: evaluate.sh DIR [--data DIR] [--last N] [--cpu]
   --data DIR    what prepare.sh wrote (default: data-bin/multi30k.en-de)
   --last N      how many epochs to average (default: 10)
   --cpu         use the CPU where there is a GPU, too"
-root=$(cd "$(dirname "$0")/../.." && pwd)
+root=$(CDPATH= cd "$(dirname "$0")/../.." && pwd)
 source "$root/examples/lib/evaluation.sh"
 
 evaluate_options data-bin/multi30k.en-de "$@"

@@ -12,7 +12,7 @@ usage="usage: prepare.sh [--from DIR] [--target de|fr] [--out DIR] [--merges N] 
   --bpe TOOL    subword-nmt (default) or sentencepiece
   --case C      keep (default), or lower: as most papers on Multi30k have it
   --workers N   processes (default: 2); the data is the same with any number of them"
-root=$(cd "$(dirname "$0")/../.." && pwd)
+root=$(CDPATH= cd "$(dirname "$0")/../.." && pwd)
 source "$root/examples/lib/translation.sh"
 
 from="" target=de out="" merges=10000 bpe=subword-nmt case=keep workers=2

@@ -9,7 +9,7 @@ usage="usage: prepare.sh [--from PATH] [--out DIR] [--shards N] [--types N] [--w
   --shards N     only the first N of the 99 training shards (default: 99)
   --types N      vocabulary, <unk> and </s> included (default: 100000)
   --workers N    processes of fairseq-preprocess (default: 2)"
-root=$(cd "$(dirname "$0")/../.." && pwd)
+root=$(CDPATH= cd "$(dirname "$0")/../.." && pwd)
 source "$root/examples/lib/language_modeling.sh"
 
 from="" out=data-bin/one_billion_word shards=99 types=100000 dict="" workers=2

@@ -3,7 +3,7 @@
 # On a GPU where there is one, else on the CPU. A rerun with the same --save goes on from its last checkpoint.
 set -euo pipefail
 
-root=$(cd "$(dirname "$0")/../.." && pwd)
+root=$(CDPATH= cd "$(dirname "$0")/../.." && pwd)
 source "$root/examples/lib/training.sh"
 
 layers="

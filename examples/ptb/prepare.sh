@@ -9,7 +9,7 @@ usage="usage: prepare.sh [--from DIR] [--out DIR] [--dict FILE] [--workers N]
   --dict FILE    the dict.txt of data that a model was trained on, to evaluate it: DIR may then lack train; unknown words
                  become <unk>
   --workers N    processes of fairseq-preprocess (default: 2)"
-root=$(cd "$(dirname "$0")/../.." && pwd)
+root=$(CDPATH= cd "$(dirname "$0")/../.." && pwd)
 source "$root/examples/lib/language_modeling.sh"
 
 from="" out=data-bin/ptb dict="" workers=2

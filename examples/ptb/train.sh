@@ -3,7 +3,7 @@
 # On a GPU where there is one, else on the CPU. A rerun with the same --save goes on from its last checkpoint.
 set -euo pipefail
 
-root=$(cd "$(dirname "$0")/../.." && pwd)
+root=$(CDPATH= cd "$(dirname "$0")/../.." && pwd)
 source "$root/examples/lib/training.sh"
 
 # A row for each layer: its name, and its flags. Softmax as in Merity et al. 2018, MoS as in Yang et al. 2018, whose values MoC

@@ -6,7 +6,7 @@ usage="usage: evaluate.sh DIR [--data DIR] [--cpu]
   DIR           the training's folder; valid- and test-perplexity.txt, replies.txt, score.txt and score.json appear in it
   --data DIR    what prepare.sh wrote (default: data-bin/switchboard)
   --cpu         use the CPU where there is a GPU, too"
-root=$(cd "$(dirname "$0")/../.." && pwd)
+root=$(CDPATH= cd "$(dirname "$0")/../.." && pwd)
 source "$root/examples/lib/evaluation.sh"
 
 evaluate_options data-bin/switchboard "$@"
@@ -19,6 +19,7 @@ for split in valid test; do
   log=$save/validate.$split.log file=$save/$split-perplexity.txt
   fairseq-validate "$data" "${flags[@]}" --valid-subset "$split" --batch-size 64 >"$log" 2>&1 || die "fairseq-validate failed: $(tail -n 1 "$log")"
   grep -o 'nll_loss [^ ]* | ppl [^ ]*' "$log" | tail -n 1 | sed "s/^/$split /" >"$file.part" || die "fairseq-validate gave no perplexity; see $log"
+  [ $split = test ] || rm -f "$save"/{test-perplexity.txt,replies.txt,score.txt,score.json} # of the checkpoint before, perhaps
   mv "$file.part" "$file"
   cat "$file"
 done

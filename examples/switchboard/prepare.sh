@@ -10,7 +10,7 @@ usage="usage: prepare.sh [--from DIR] [--train FILE] [--out DIR] [--types N] [--
   --out DIR      binarized data, the text in DIR/text (default: data-bin/switchboard)
   --types N      entries of the dictionary, with fairseq's four and the three marks (default: 10000)
   --workers N    processes of fairseq-preprocess (default: 2)"
-root=$(cd "$(dirname "$0")/../.." && pwd)
+root=$(CDPATH= cd "$(dirname "$0")/../.." && pwd)
 source "$root/examples/lib/recipes.sh"
 
 from="" train="" out=data-bin/switchboard types=10000 workers=2

@@ -8,7 +8,7 @@ usage="usage: prepare.sh [--from DIR] [--out DIR] [--characters TRAIN,VALID,TEST
   --out DIR          binarized data, the text in DIR/text (default: data-bin/text8)
   --characters L     so many from the beginning, then so many, then so many (default: 90000000,5000000,5000000)
   --workers N        processes of fairseq-preprocess (default: 2)"
-root=$(cd "$(dirname "$0")/../.." && pwd)
+root=$(CDPATH= cd "$(dirname "$0")/../.." && pwd)
 source "$root/examples/lib/language_modeling.sh"
 
 from="" out=data-bin/text8 characters=90000000,5000000,5000000 dict="" workers=2

@@ -11,7 +11,7 @@ usage="usage: prepare.sh [--from DIR] [--out DIR] [--merges N] [--bpe subword-nm
   --merges N    BPE merges (of sentencepiece: subwords), learned on both languages together (default: 32000)
   --bpe TOOL    subword-nmt (default) or sentencepiece
   --workers N   processes (default: as many as there are processor cores); the data is the same with any number of them"
-root=$(cd "$(dirname "$0")/../.." && pwd)
+root=$(CDPATH= cd "$(dirname "$0")/../.." && pwd)
 source "$root/examples/lib/translation.sh"
 
 target=de from="" out=data-bin/wmt14_en_de merges=32000 bpe=subword-nmt workers=$(getconf _NPROCESSORS_ONLN)

@@ -3,7 +3,7 @@
 # On all visible GPUs, or the CPU. A rerun with the same --save goes on from its last checkpoint.
 set -euo pipefail
 
-root=$(cd "$(dirname "$0")/../.." && pwd)
+root=$(CDPATH= cd "$(dirname "$0")/../.." && pwd)
 source "$root/examples/lib/wmt14.sh"
 
 # A row for each layer: its name, and its flags. For the estimate of what the training needs, in millions: the parameters of the

@@ -21,6 +21,7 @@ from mixtape_plugin.analysis.trained_model import Text, TrainedModel
 from mixtape_plugin.errors import UserError
 
 # Line:word, both from 1, in the test text of the Penn Treebank, and the word there where the paper names it.
+WORDS_AROUND = 100  # of a position, on either side; sentences are shorter
 PAPER_POSITIONS = {
     "Yang et al.": {
         "124:25": "tons", "934:19": "a", "3748:8": "african", "23:20": "ual", "3753:20": "conspiracy",
@@ -114,11 +115,15 @@ def line_of(text: Text, index: int) -> tuple:
 
 
 def context_of(text: Text, index: int) -> str:
-    """The sentence before (a translation's source), and the sentence with the token to be predicted in bold."""
+    """The sentence before (a translation's source), and the sentence with the token to be predicted in bold.
+
+    Of a line that is longer than sentences are, such as all of text8, the words around the token.
+    """
     line, word = line_of(text, index)
     words = text.words(line)
     words[word] = f"**{words[word]}**"
-    before = text.sources[line] if text.sources else text.words(line - 1) if line else []
+    words = words[max(word - WORDS_AROUND, 0) : word + WORDS_AROUND + 1]
+    before = text.sources[line] if text.sources else text.words(line - 1)[-WORDS_AROUND:] if line else []
     return " ".join([*before, *([] if not before else ["/"]), *words])
 
 

@@ -117,6 +117,11 @@ def check_options(args: Namespace) -> None:
         )
     if getattr(args, "base_layers", 0):
         raise UserError(f"--base-layers {args.base_layers} is not allowed: this plugin's Transformer has none, 0")
+    if getattr(args, "merge_src_tgt_embed", False):
+        raise UserError(
+            "--merge-src-tgt-embed is not allowed, with which fairseq takes words of the target for others: use "
+            "fairseq-preprocess --joined-dictionary, and --share-all-embeddings"
+        )
     if args.max_relative_position < 0:
         raise UserError(f"--max-relative-position {args.max_relative_position} is not allowed: 0 (off) or more")
     if args.max_relative_position:

@@ -4,6 +4,8 @@ import csv
 import json
 import math
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -291,3 +293,16 @@ def test_a_model_without_our_output_layer_is_refused(trained_language_models, mo
     monkeypatch.setattr(trained_model.checkpoint_utils, "load_model_ensemble_and_task", lambda *_, **__: stock)
     with pytest.raises(UserError, match="checkpoint_best.pt holds a Linear without an output layer of this plugin"):
         trained_model.load(folder, data)
+
+
+def test_models_of_different_texts_are_refused(trained_language_models, tmp_path, monkeypatch):
+    data, (first, second, *_) = trained_language_models
+    read = trained_model.TrainedModel.read
+
+    def read_shorter(trained, split):
+        text = read(trained, split)
+        return text if Path(trained.checkpoint).is_relative_to(first) else replace(text, targets=text.targets[1:])
+
+    monkeypatch.setattr(trained_model.TrainedModel, "read", read_shorter)
+    with pytest.raises(UserError, match=f"^{second} reads another text than the first folder"):
+        analyze.main(["predictions", str(data), str(first), str(second), "--cpu", "--out", str(tmp_path)])

@@ -96,6 +96,7 @@ def error_of(command, *args):
         ),
         ("--adaptive-softmax-cutoff 10,20", "--adaptive-softmax-cutoff .*10.*20.* does not go with --output-layer"),
         ("--base-layers 1", "--base-layers 1 is not allowed"),
+        ("--merge-src-tgt-embed", "--merge-src-tgt-embed is not allowed"),
         ("--max-relative-position -1", r"--max-relative-position -1 is not allowed: 0 \(off\) or more"),
         ("--label-smoothing 1", "--label-smoothing 1.0 is not allowed: from 0 to less than 1"),
     ],

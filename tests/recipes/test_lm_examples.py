@@ -4,6 +4,7 @@ import gzip
 import os
 import random
 import shutil
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -318,6 +319,20 @@ def test_flags_of_evaluation(example, flags, tmp_path):
     broken = stub(tmp_path / "broken", fairseq_eval_lm="echo no memory; exit 1")
     message = mistake(example, "evaluate.sh", tmp_path, "--data", tmp_path, MIXTAPE_VENV=broken)
     assert message == "evaluate.sh: fairseq-eval-lm failed: no memory"
+    assert (tmp_path / "valid.txt").exists() and (tmp_path / "test.txt").exists()
+    broken = stub(tmp_path / "half", fairseq_eval_lm=f'case $* in *"subset test"*) exit 1 ;; esac; {said}')
+    mistake(example, "evaluate.sh", tmp_path, "--data", tmp_path, MIXTAPE_VENV=broken)
+    assert not (tmp_path / "test.txt").exists(), "a score of the checkpoint before"
+    message = mistake(example, "evaluate.sh", tmp_path, "--data", tmp_path, "--gen-subset", "valid", MIXTAPE_VENV=venv)
+    assert message.startswith("evaluate.sh: another text is not allowed: ")
+
+
+@pytest.mark.parametrize("script", ["prepare.sh", "train.sh", "evaluate.sh"])
+def test_the_shells_search_path_for_folders_does_not_matter(script, tmp_path):
+    command = ["bash", f"examples/ptb/{script}", "--help"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "CDPATH": "/tmp:."}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")
 
 
 @pytest.mark.parametrize("example", ["ptb", "wikitext2"])

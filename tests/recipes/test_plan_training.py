@@ -54,6 +54,9 @@ def test_the_plan_of_a_layer(tmp_path):
     with pytest.raises(ValueError, match="--data nowhere holds no binarized data; run prepare.sh first"):
         plan_training.plan(recipe(), ["mos", "--data", "nowhere"])
     assert plan_training.plan(recipe(), ["mos", "--data", "nowhere", "--print"])["data"] == "nowhere"
+    for given in ["--save-dir", "x"], ["--save-dir=x"]:
+        with pytest.raises(ValueError, match="^--save-dir is not allowed, .*: give --save$"):
+            plan_training.plan(recipe(), ["mos", "--data", str(tmp_path), *given])
 
 
 def test_the_second_stage_has_its_own_learning_rate(tmp_path):

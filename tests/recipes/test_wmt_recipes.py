@@ -13,7 +13,7 @@ from conftest import USER_DIR, build_model, make_dictionary
 from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.distributed import utils as distributed
-from recipes import PRINT, ROOT, machine, mistake, output, run, stub
+from recipes import PRINT, ROOT, files, machine, mistake, output, run, stub
 
 from mixtape_plugin.benchmarks.workloads import SHAPES, multiply_adds
 
@@ -202,6 +202,11 @@ def test_commands_of_evaluation(example, model, bpe, tmp_path):
         f"{scripts}/score.py --hypotheses {save}/test.hyp --test-set wmt14/full "
         f"--source-lang en --target-lang {target} --json {save}/score.json"
     )
+
+    (save / "score.json").write_text("[]")
+    broken = stub(tmp_path / "broken", python="", sacrebleu="", fairseq_validate="exit 1")
+    mistake(example, "evaluate.sh", save, *flags, MIXTAPE_VENV=broken)
+    assert not [name for name in files(save) if name.startswith(("test", "score"))], "they were of the average before"
 
 
 def test_evaluation_without_an_outcome(example, tmp_path):

@@ -11,6 +11,7 @@ from conftest import make_dictionary
 from fairseq.data import Dictionary
 
 from mixtape_plugin.analysis.predictions import (
+    WORDS_AROUND,
     Predictions,
     context_of,
     hit_rates,
@@ -49,6 +50,8 @@ def test_positions():
     assert context_of(TEXT, 6) == "w3 </s> / w1 **w4** w5 </s>"
     assert context_of(TEXT, 0) == "**w1** w2 </s>"
     assert context_of(text_of(["w1"], sources=[["a", "b"]]), 0) == "a b / **w1** </s>"
+    one_line = text_of([" ".join(["w1"] * 500)])
+    assert context_of(one_line, 250) == f"{'w1 ' * WORDS_AROUND}**w1**{' w1' * WORDS_AROUND}"
 
 
 @pytest.mark.parametrize(
