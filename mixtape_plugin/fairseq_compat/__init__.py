@@ -20,6 +20,7 @@ from mixtape_plugin.fairseq_compat.parameter_groups import heed_optim_overrides
 from mixtape_plugin.fairseq_compat.training_loop import (
     end_training_that_is_finished,
     keep_the_count_of_patience,
+    leave_out_dummy_batches,
     let_optimizers_check_the_training,
     name_the_update_that_diverged,
     prepare_every_process_for_a_checkpoint,
@@ -45,6 +46,7 @@ def apply() -> None:
     keep_float32_weights_in_checkpoints()
     let_amp_use_its_optimizer()
     heed_optim_overrides()
+    leave_out_dummy_batches()
     let_optimizers_check_the_training()
     prepare_every_process_for_a_checkpoint()
     keep_the_count_of_patience()

@@ -35,6 +35,24 @@ def name_the_update_that_diverged() -> None:
     replace(Trainer, "train_step", wrapper)
 
 
+def leave_out_dummy_batches() -> None:
+    """Let the last update of an epoch count every batch of every process, with --update-freq.
+
+    fairseq fills up the processes that have a batch less with empty ones, and takes all of a process's part in an
+    update for empty where its last batch is: the gradient counted, what it is divided by did not. Sharded models
+    communicate in each batch, and keep theirs.
+    """
+
+    def wrapper(train_step):
+        def train_step_of_real_batches(self, samples, *args, **kwargs):
+            real = [sample for sample in samples if sample]
+            return train_step(self, real if real and not self.is_fsdp else samples, *args, **kwargs)
+
+        return train_step_of_real_batches
+
+    replace(Trainer, "train_step", wrapper)
+
+
 def let_optimizers_check_the_training() -> None:
     """Call `optimizer.check_training(task, cfg)`, where an optimizer has it, as soon as it is built."""
 

@@ -221,15 +221,22 @@ def free_port():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("output_layer", ["mixtape", "plif"])
-def test_two_processes_equal_one_on_the_joined_batch(output_layer, data, tmp_path):
-    """Two ranks of one batch each, against one process that adds up the gradients of the same two batches."""
-    more = [*NO_NOISE, *f"--output-layer {output_layer} --optimizer sgd --lr 1 --max-tokens 256 --max-update 2".split()]
+@pytest.mark.parametrize(
+    "output_layer, update_freq, batches",
+    [
+        ("mixtape", 1, "--max-tokens 256 --max-update 2"),
+        ("plif", 1, "--max-tokens 256 --max-update 2"),
+        ("mixtape", 2, "--batch-size 72 --max-tokens 4096 --max-epoch 1"),  # 7 batches, of which a rank has 3
+    ],
+)
+def test_two_processes_equal_one_on_the_joined_batch(output_layer, update_freq, batches, data, tmp_path):
+    """Two ranks of a batch each, or of two, against one process that adds up the gradients of the same batches."""
+    more = [*NO_NOISE, *f"--output-layer {output_layer} --optimizer sgd --lr 1 {batches}".split()]
     gloo = "--ddp-backend legacy_ddp --distributed-backend gloo --distributed-no-spawn --distributed-world-size 2"
     gloo = [*gloo.split(), "--distributed-init-method", f"tcp://127.0.0.1:{free_port()}", "--distributed-rank"]
-    args = train_args(data, tmp_path / "two", *more, *gloo)
+    args = train_args(data, tmp_path / "two", *more, "--update-freq", update_freq, *gloo)
     ranks = [start(console_script("train"), *args, rank) for rank in (0, 1)]
-    one = run("train", *train_args(data, tmp_path / "one", *more, "--update-freq", 2)).log["train_inner"]
+    one = run("train", *train_args(data, tmp_path / "one", *more, "--update-freq", 2 * update_freq)).log["train_inner"]
     outputs = [rank.communicate() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     two = parse_log(outputs[0][0])["train_inner"]  # of rank 0
