@@ -100,6 +100,12 @@ def pytest_fixture_setup(fixturedef):
 # -------------------------------------------------------------------------------------- commands of fairseq
 
 
+@pytest.fixture
+def enabled_loss_scale(monkeypatch):
+    """--amp scales its loss, as it does on a GPU; on a CPU fairseq's scaler is disabled."""
+    monkeypatch.setattr(torch.cuda.amp, "GradScaler", lambda **options: torch.amp.GradScaler("cpu", **options))
+
+
 def parse_log(output):
     """Name of a log (train_inner, train, valid) -> its lines as dicts, out of the output with --log-format json."""
     parsed = {}

@@ -120,7 +120,7 @@ evaluate_wmt() { # evaluate_wmt DATA TARGET ARGUMENT...: the whole of evaluate.s
 # ------------------------------------------------------------------------------------------------- language models
 
 perplexity() { # perplexity SPLIT COLUMNS UNIT FLAGS...: fairseq-eval-lm of $save/checkpoint_best.pt, into $save/SPLIT.txt
-  local split=$1 columns=$2 unit=$3 log=$save/eval.$1.log count bits
+  local split=$1 columns=$2 unit=$3 log=$save/eval.$1.log count bits name
   shift 3
   fairseq-eval-lm "$data" --user-dir "$root/mixtape_plugin" --task bptt_language_modeling --path "$save/checkpoint_best.pt" \
     --gen-subset "$split" --batch-size "$columns" --log-format simple --log-interval 1000 "$@" >"$log" 2>&1 ||
@@ -129,7 +129,12 @@ perplexity() { # perplexity SPLIT COLUMNS UNIT FLAGS...: fairseq-eval-lm of $sav
   bits=$(sed -n 's/.*Loss (base 2): \([^ ,]*\), Perplexity: \([^ ]*\).*/\1 bits a '"$unit"', perplexity \2/p' "$log")
   [ -n "$bits" ] || die "fairseq-eval-lm gave no perplexity; see $log"
   echo "$split: $count ${unit}s, $bits" >"$save/$split.txt.part"
-  [ "$split" = test ] || rm -f "$save/test.txt" # of the checkpoint before, perhaps
+  if [ "$split" = valid ]; then # what is of the checkpoint before, perhaps
+    rm -f "$save/test.txt"
+    for name in {dynamic_evaluation,cache_pointer}.txt {rank,predictions,similarity}.json; do
+      [ ! "$save/checkpoint_best.pt" -nt "$save/$name" ] || rm -f "$save/$name"
+    done
+  fi
   mv "$save/$split.txt.part" "$save/$split.txt"
   cat "$save/$split.txt"
 }

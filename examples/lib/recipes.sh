@@ -97,6 +97,7 @@ plain() { # no carriage returns, and a last line that ends: what counts as a lin
 }
 copy() { # copy SOURCE FILE: FILE holds SOURCE; what was made of another SOURCE is kept, and refused
   if [ -f "$2" ]; then
+    plain "$1" >/dev/null || die "$1 cannot be read as UTF-8 text"
     plain "$1" | cmp -s - "$2" || die "${text%/text} was prepared with another $1; choose another --out or remove it"
   else
     make "$2" plain "$1" || die "$1 cannot be read as UTF-8 text"

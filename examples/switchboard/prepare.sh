@@ -61,7 +61,7 @@ fi
 if [ -f "$text/$file" ]; then
   original "$file"
   make "$text/test.references" dialog references "$text/$file" --responses "$text/test.response" ||
-    echo "prepare.sh: $single" >&2
+    { rm -f "$text/$file"; echo "prepare.sh: $single" >&2; }
 fi
 
 make "$text/dict.txt" dialog dictionary "$text/train.jsonl" --types "$types"

@@ -21,7 +21,7 @@ from_folder
 url=${TEXT8_URL:-http://mattmahoney.net/dc/text8.zip}
 begin "$out" "from ${from:-$url}, characters $characters"
 
-if [ ! -f "$text/text8" ] && { [ -z "$from" ] || ! take text8 text8; }; then
+if { [ -z "$from" ] || ! take text8 text8; } && [ ! -f "$text/text8" ]; then
   archive=${from:-$text}/text8.zip
   [ -n "$from" ] || fetch "$archive" "$url" zip_test
   [ -f "$archive" ] || die "--from has none of $from/text8, text8.gz and text8.zip"

@@ -20,8 +20,8 @@ from mixtape_plugin.analysis.results import table
 from mixtape_plugin.analysis.trained_model import Text, TrainedModel
 from mixtape_plugin.errors import UserError
 
-# Line:word, both from 1, in the test text of the Penn Treebank, and the word there where the paper names it.
 WORDS_AROUND = 100  # of a position, on either side; sentences are shorter
+# Line:word, both from 1, in the test text of the Penn Treebank, and the word there where the paper names it.
 PAPER_POSITIONS = {
     "Yang et al.": {
         "124:25": "tons", "934:19": "a", "3748:8": "african", "23:20": "ual", "3753:20": "conspiracy",

@@ -7,6 +7,7 @@ import math
 import sys
 
 from fairseq import checkpoint_utils
+from fairseq.optim import FairseqBMUF
 from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from fairseq.trainer import Trainer
 
@@ -59,7 +60,8 @@ def let_optimizers_check_the_training() -> None:
     def wrapper(build_optimizer):
         def build_checked_optimizer(self):
             build_optimizer(self)
-            optimizer = getattr(self._optimizer, "fp32_optimizer", self._optimizer)
+            optimizer = self._optimizer._optimizer if isinstance(self._optimizer, FairseqBMUF) else self._optimizer
+            optimizer = getattr(optimizer, "fp32_optimizer", optimizer)
             if hasattr(optimizer, "check_training"):
                 optimizer.check_training(self.task, self.cfg)
 
@@ -94,8 +96,9 @@ def keep_the_count_of_patience() -> None:
     """
 
     def counter():
-        # fairseq-train's module is there where fairseq-train runs; other programs have a loop of their own.
-        return getattr(sys.modules.get("fairseq_cli.train"), "should_stop_early", None)
+        # of fairseq-train, or of `python -m fairseq_cli.train`; other programs have a loop of their own
+        modules = map(sys.modules.get, ("fairseq_cli.train", "__main__"))
+        return next((m.should_stop_early for m in modules if hasattr(m, "should_stop_early")), None)
 
     def save_wrapper(save_checkpoint):
         def save_with_count(self, filename, extra_state):
@@ -116,7 +119,7 @@ def keep_the_count_of_patience() -> None:
                 if trainer.out_of_patience:
                     logger.info(
                         f"this training ended since validation had not improved for {count['num_runs']} runs; "
-                        f"more than --patience {cfg.patience} goes on"
+                        f"more than --patience {cfg.patience} goes on, and so does --reset-meters"
                     )
             return extra_state, epochs
 
@@ -147,7 +150,11 @@ def resume_reduce_lr_on_plateau() -> None:
     def load_wrapper(load_checkpoint):
         def load_and_tell_the_loss(cfg, trainer, **kwargs):
             extra_state, epochs = load_checkpoint(cfg, trainer, **kwargs)
-            if getattr(trainer.lr_scheduler, "resumed", False) and epochs.iterations_in_epoch == 0:
+            if (
+                getattr(trainer.lr_scheduler, "resumed", False)
+                and extra_state["train_iterator"].get("iterations_in_epoch") == 0
+                and epochs.iterations_in_epoch == 0
+            ):
                 trainer.lr_step(epochs.next_epoch_idx - 1, extra_state["val_loss"])
             return extra_state, epochs
 

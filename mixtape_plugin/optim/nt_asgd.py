@@ -55,7 +55,8 @@ class NTASGD(FairseqOptimizer):
 
     Raises:
         UserError: ``--nonmono`` below 1, ``--averaging-epoch``, ``--weight-decay`` or ``--lr`` below 0 or not finite;
-            another task; ``--disable-validation`` without ``--averaging-epoch``.
+            another task; ``--use-bmuf``; ``--disable-validation`` without ``--averaging-epoch``; a checkpoint of
+            another optimizer.
     """
 
     def __init__(self, cfg: NTASGDConfig, params: List[nn.Parameter]):
@@ -94,6 +95,8 @@ class NTASGD(FairseqOptimizer):
                 f"--optimizer nt_asgd needs --task bptt_language_modeling, not {type(task).__name__}: "
                 "use --optimizer sgd with it"
             )
+        if cfg.optimization.use_bmuf:
+            raise UserError("--optimizer nt_asgd does not go with --use-bmuf, which averages by itself")
         if cfg.dataset.disable_validation and self.cfg.averaging_epoch is None:
             raise UserError(
                 "--optimizer nt_asgd starts averaging by validation, which --disable-validation leaves out: "
@@ -169,6 +172,8 @@ class NTASGD(FairseqOptimizer):
 
     def load_state_dict(self, state_dict: dict, optimizer_overrides: Optional[dict] = None) -> None:
         """Takes up a training where :meth:`state_dict` left it; the model holds the weights it held then."""
+        if "phase" not in state_dict:
+            raise UserError("the checkpoint has another optimizer's state, not nt_asgd's: give --reset-optimizer")
         if state_dict["phase"] == "asgd":
             self._start_averaging()
         super().load_state_dict(state_dict["optimizer"], optimizer_overrides)

@@ -301,10 +301,13 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             part, size, log = super().train_step(small_batch, model, criterion, optimizer, update_num, ignore_grad)
             loss, sample_size = loss + part, sample_size + size
             logging_output = {name: logging_output.get(name, 0) + value for name, value in log.items()}
-        if not torch.isfinite(loss) and getattr(optimizer, "scaler", None) is None:  # which skips such an update
-            raise UserError(
-                f"the loss is {loss.item()} at update {update_num + 1} (epoch {self.epoch}): {AFTER_DIVERGENCE}"
-            )
+        if not torch.isfinite(loss):
+            scaler = getattr(optimizer, "scaler", None)  # of --fp16, and of --amp, where it may be disabled
+            if scaler is None or not getattr(scaler, "is_enabled", lambda: True)():
+                raise UserError(
+                    f"the loss is {loss.item()} at update {update_num + 1} (epoch {self.epoch}): {AFTER_DIVERGENCE}"
+                )
+            model.decoder.states.update(self.states_before)  # it skips such an update, whose state may be no number
         return loss, sample_size, logging_output
 
     def small_batches(self, sample: dict) -> List[dict]:

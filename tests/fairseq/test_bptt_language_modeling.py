@@ -547,15 +547,16 @@ def test_a_checkpoint_without_its_vocabulary_is_taken(text, trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_loss_that_is_not_finite_keeps_the_last_checkpoint(text, tmp_path):
-    run("train", *lm_args(text, tmp_path, "--max-epoch", 1))
+@pytest.mark.parametrize("flags", [[], ["--amp"]])
+def test_loss_that_is_not_finite_keeps_the_last_checkpoint(flags, text, tmp_path):
+    run("train", *lm_args(text, tmp_path, "--max-epoch", 1, *flags))
     last = tmp_path / "checkpoint_last.pt"
     before = last.read_bytes()
     state = torch.load(last, weights_only=True)
     updates = state["optimizer_history"][-1]["num_updates"]
     state["model"]["decoder.output_projection.bias"][5] = math.inf
     torch.save(state, tmp_path / "poisoned.pt")
-    more = ["--restore-file", tmp_path / "poisoned.pt", "--max-epoch", 2]
+    more = ["--restore-file", tmp_path / "poisoned.pt", "--max-epoch", 2, *flags]  # a CPU has no loss scale
     with pytest.raises(UserError, match=rf"the loss is nan at update {updates + 1} \(epoch 2\)"):
         run("train", *lm_args(text, tmp_path, *more))
     assert last.read_bytes() == before
@@ -591,11 +592,10 @@ def test_gradients_that_are_not_finite_are_one_sentence(text, tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_a_loss_that_overflows_is_left_to_the_loss_scale(text, tmp_path, monkeypatch):
+def test_a_loss_that_overflows_is_left_to_the_loss_scale(text, tmp_path, monkeypatch, enabled_loss_scale):
     """--amp, enabled as on a GPU, tries the update again with a smaller scale and the hidden state that it had."""
     more = [*NO_DROPOUT, *"--amp --max-epoch 1 --update-freq 2 --seed 3".split()]
     expected = run("train", *lm_args(text, tmp_path / "smooth", *more)).log["train_inner"]
-    monkeypatch.setattr(torch.cuda.amp, "GradScaler", lambda **options: torch.amp.GradScaler("cpu", **options))
     train_step, skipped = BpttLanguageModelingTask.train_step, []
 
     def overflow(task, sample, model, criterion, optimizer, update_num, *args, **kwargs):
@@ -619,6 +619,11 @@ def test_nt_asgd_that_would_be_sgd_to_its_end_is_refused(text, tmp_path):
         run("train", *lm_args(text, tmp_path, "--task", "language_modeling", "--tokens-per-sample", 20))
     with pytest.raises(UserError, match="which --disable-validation leaves out: give --averaging-epoch"):
         run("train", *lm_args(text, tmp_path, "--disable-validation"))
+    with pytest.raises(UserError, match="does not go with --use-bmuf"):
+        run("train", *lm_args(text, tmp_path, "--use-bmuf"))
+
+
+def test_an_epoch_without_its_end_is_refused(text, tmp_path):
     with pytest.raises(UserError, match="^--skip-remainder-batch is not allowed"):
         run("train", *lm_args(text, tmp_path, "--skip-remainder-batch", "--update-freq", 4))
 

@@ -320,9 +320,13 @@ def test_flags_of_evaluation(example, flags, tmp_path):
     message = mistake(example, "evaluate.sh", tmp_path, "--data", tmp_path, MIXTAPE_VENV=broken)
     assert message == "evaluate.sh: fairseq-eval-lm failed: no memory"
     assert (tmp_path / "valid.txt").exists() and (tmp_path / "test.txt").exists()
+    (tmp_path / "cache_pointer.txt").write_text("of the checkpoint before")
+    os.utime(tmp_path / "cache_pointer.txt", (1, 1))
+    (tmp_path / "dynamic_evaluation.txt").write_text("of this one")
     broken = stub(tmp_path / "half", fairseq_eval_lm=f'case $* in *"subset test"*) exit 1 ;; esac; {said}')
     mistake(example, "evaluate.sh", tmp_path, "--data", tmp_path, MIXTAPE_VENV=broken)
     assert not (tmp_path / "test.txt").exists(), "a score of the checkpoint before"
+    assert not (tmp_path / "cache_pointer.txt").exists() and (tmp_path / "dynamic_evaluation.txt").exists()
     message = mistake(example, "evaluate.sh", tmp_path, "--data", tmp_path, "--gen-subset", "valid", MIXTAPE_VENV=venv)
     assert message.startswith("evaluate.sh: another text is not allowed: ")
 

@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 from fairseq.data import Dictionary
-from recipes import TINY_LSTM, decoded, mistake, output
+from recipes import TINY_LSTM, decoded, mistake, output, run
 
 
 def check_score(path, unit, tokens):
@@ -42,6 +42,14 @@ def test_text8(text8):
         assert "".join(symbol for line in lines for symbol in line[:-1]).replace("_", " ") == part
     assert [len(line) for line in decoded(data, "train")] == [10_001, 10_001, 2]
     assert len(Dictionary.load(str(data / "dict.txt"))) == 27 + 4
+
+
+def test_another_text_is_not_taken_for_the_one_before(tmp_path):
+    flags = ["text8", "prepare.sh", "--from", tmp_path, "--out", tmp_path / "out", "--characters", "9,2,2"]
+    for text in "a b c d e f g", "h i j k l m n":
+        (tmp_path / "text8").write_text(text)
+        done = run(*flags)
+    assert f"{tmp_path}/out was prepared with another {tmp_path}/text8; choose" in done.stderr
 
 
 @pytest.mark.slow

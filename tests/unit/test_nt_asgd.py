@@ -362,9 +362,8 @@ def test_options_are_checked(options, message):
 
 
 @pytest.mark.parametrize("name, more", [("nt_asgd", {}), ("sgd", {"momentum": 0.0})])
-def test_amp_divides_by_its_scale_once(name, more, monkeypatch):
+def test_amp_divides_by_its_scale_once(name, more, enabled_loss_scale):
     """With a scaler that is enabled, as it is on a GPU: a step of SGD is lr times the gradient."""
-    monkeypatch.setattr(torch.cuda.amp, "GradScaler", lambda **options: torch.amp.GradScaler("cpu", **options))
     weight = torch.nn.Parameter(torch.zeros(3))
     cfg = {
         "optimizer": {"_name": name, "lr": [LR], "weight_decay": 0.0, **more},
@@ -376,3 +375,8 @@ def test_amp_divides_by_its_scale_once(name, more, monkeypatch):
     optimizer.clip_grad_norm(0)
     optimizer.step()
     assert weight.tolist() == [-LR, -2 * LR, -3 * LR]
+
+
+def test_another_optimizers_state_is_refused():
+    with pytest.raises(UserError, match="another optimizer's state, not nt_asgd's: give --reset-optimizer"):
+        build_optimizer(build_model().parameters()).load_state_dict({"state": {}, "param_groups": []})
