@@ -146,13 +146,15 @@ def trained_inputs(data, text, tmp_path_factory):  # noqa: F811
     end = "--no-epoch-checkpoints --disable-validation --max-update".split()
     run("train", *train_args(data, folder / "checkpoints", *end, 1))
     shutil.move(folder / "checkpoints" / "checkpoint_last.pt", folder / "translation.pt")
-    run("train", *lm_args(text, folder / "checkpoints", *end, 1))
+    run("train", *lm_args(text, folder / "checkpoints", "--averaging-epoch", 9, *end, 1))
     shutil.move(folder / "checkpoints" / "checkpoint_last.pt", folder / "text.pt")
     nothing = ["--no-save", *end, 2, "--restore-file"]
     arguments = {
         "translation": train_args(folder / "translation", folder / "none", *nothing, folder / "translation.pt"),
         "generate": generate_args(folder / "translation", folder / "translation.pt", "--max-len-b", 3, "--beam", 1),
-        "language model": lm_args(folder / "text", folder / "none", *nothing, folder / "text.pt"),
+        "language model": lm_args(
+            folder / "text", folder / "none", "--averaging-epoch", 9, *nothing, folder / "text.pt"
+        ),
     }
     arguments = {name: list(map(str, args)) for name, args in arguments.items()}
     (folder / "arguments.json").write_text(json.dumps(arguments))
