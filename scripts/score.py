@@ -27,21 +27,12 @@ import start
 from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.utils import get_reference_files
 
+from mixtape_plugin.analysis.files import read_lines
 from mixtape_plugin.errors import UserError
 
 
-def read_lines(path: str) -> list[str]:
-    """The lines of a UTF-8 file; raises UserError where it is missing, empty or no UTF-8."""
-    try:
-        with open(path, encoding="utf-8", newline="\n") as file:  # only \n ends a line: BLEU counts sentences
-            lines = [line.rstrip("\r\n") for line in file]
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error.reason} in byte {error.start}") from None
-    if not lines:
-        raise UserError(f"{path} is empty")
-    return lines
+def sentences(path: str) -> list[str]:
+    return [line.rstrip("\r\n") for line in read_lines(path)]
 
 
 def moses_tokenize(lines: list[str], lang: str) -> list[str]:
@@ -140,12 +131,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         except Exception as error:  # sacrebleu raises bare Exceptions
             raise UserError(f"--test-set {args.test_set} is not to be had: {error}") from None
     results = score(
-        read_lines(args.hypotheses),
-        [read_lines(path) for path in reference_files],
+        sentences(args.hypotheses),
+        [sentences(path) for path in reference_files],
         args.target_lang,
         args.test_set,
         args.source_lang,
-        read_lines(args.lower_cased_tokens) if args.lower_cased_tokens else None,
+        sentences(args.lower_cased_tokens) if args.lower_cased_tokens else None,
     )
 
     for row in results:

@@ -18,21 +18,9 @@ from typing import Sequence
 
 import start
 
-from mixtape_plugin.analysis.files import write_whole
+from mixtape_plugin.analysis.files import read_lines, write_whole
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.evaluation.dialog_bleu import SIGNATURE, corpus_bleu
-
-
-def read_lines(path: Path) -> list[str]:
-    """With their ends. Raises ValueError, which names the line, where one is not UTF-8 text."""
-    lines = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                lines.append(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}, line {number} is not UTF-8 text: {error.reason}") from None
-    return lines
 
 
 def read_generated(path: Path) -> list:

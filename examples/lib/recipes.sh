@@ -3,7 +3,8 @@
 
 die() { echo "${0##*/}: $*" >&2; exit 1; }
 
-venv=$(CDPATH= cd "$root" && CDPATH= cd "${MIXTAPE_VENV:-.venv}" 2>/dev/null && pwd) || venv=""
+unset CDPATH # with it cd may go elsewhere, and print where
+venv=$(cd "$root" && cd "${MIXTAPE_VENV:-.venv}" 2>/dev/null && pwd) || venv=""
 [ -n "$venv" ] || [ -z "${MIXTAPE_VENV-}" ] || die "MIXTAPE_VENV is $MIXTAPE_VENV, which is no folder; scripts/setup.sh sets up all that is needed"
 PATH=${venv:+$venv/bin:}$PATH
 export PYTHONUTF8=1 # the tools would otherwise follow the locale
@@ -25,7 +26,7 @@ options() { # options "NAME..." ARGUMENT...: $NAME of each --NAME VALUE
   done
 }
 from_folder() { # $from as an absolute path
-  [ -z "$from" ] || { [ -d "$from" ] && from=$(CDPATH= cd "$from" && pwd); } || die "--from $from is no folder that can be read"
+  [ -z "$from" ] || { [ -d "$from" ] && from=$(cd "$from" && pwd); } || die "--from $from is no folder that can be read"
 }
 
 # ----------------------------------------------------------------------------------------------- files of prepare.sh

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Text files: read line by line, and written so that they appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,28 @@ import csv
 import os
 from pathlib import Path
 from typing import Callable, Iterable, Sequence
+
+from mixtape_plugin.errors import UserError
+
+
+def read_lines(path: str | Path) -> list[str]:
+    """The lines of a UTF-8 file with their ends; only \\n is one, for BLEU counts lines.
+
+    Raises:
+        UserError: it is missing, empty or, in the line named, no UTF-8.
+    """
+    lines = []
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                lines.append(line.decode("utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}, line {len(lines) + 1} is not UTF-8 text: {error.reason}") from None
+    if not lines:
+        raise UserError(f"{path} is empty")
+    return lines
 
 
 def write_whole(path: str | Path, write: Callable[[Path], None]) -> None:

@@ -150,11 +150,8 @@ def resume_reduce_lr_on_plateau() -> None:
     def load_wrapper(load_checkpoint):
         def load_and_tell_the_loss(cfg, trainer, **kwargs):
             extra_state, epochs = load_checkpoint(cfg, trainer, **kwargs)
-            if (
-                getattr(trainer.lr_scheduler, "resumed", False)
-                and extra_state["train_iterator"].get("iterations_in_epoch") == 0
-                and epochs.iterations_in_epoch == 0
-            ):
+            resumed = getattr(trainer.lr_scheduler, "resumed", False)
+            if resumed and extra_state["train_iterator"].get("iterations_in_epoch") == 0:
                 trainer.lr_step(epochs.next_epoch_idx - 1, extra_state["val_loss"])
             return extra_state, epochs
 

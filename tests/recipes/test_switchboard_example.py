@@ -286,7 +286,8 @@ def test_order_is_restored(tmp_path):
         ("H-0\t-1\ta\nH-x\t-2\tb\n", "line 2 is damaged"),
         ("H-0\t-1\ta\nH-2\t-2\tb\n", "has 0 replies to context 1 and 1 to another"),
         ("H-0\t-1\ta\nH-1\t-2\tb\nH-1\t-2\tb\n", "has 2 replies to context 1 and 1 to another"),
-        ("", "holds no replies"),
+        ("", "is empty"),
+        ("S-0\tx\n", "holds no replies"),
     ],
 )
 def test_damaged_log_is_refused(text, problem, tmp_path):

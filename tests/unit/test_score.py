@@ -160,7 +160,7 @@ def test_command_line(tmp_path):
 def test_a_line_ends_at_newlines_only(tmp_path, ending):
     path = tmp_path / "lines"
     path.write_bytes(ending.join(["a\u2028b\x0bc\x85d", "", "e"]).encode())
-    assert score_script.read_lines(path) == ["a\u2028b\x0bc\x85d", "", "e"]
+    assert score_script.sentences(path) == ["a\u2028b\x0bc\x85d", "", "e"]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_line_ends_at_newlines_only(tmp_path, ending):
     [
         (None, f"hyp cannot be read: {NO_FILE}"),
         (b"", "hyp is empty"),
-        (b"gut\n\xff\xfe\n", "hyp is not UTF-8 text: invalid start byte in byte 4"),
+        (b"gut\n\xff\xfe\n", "hyp, line 2 is not UTF-8 text: invalid start byte"),
         (b"eins\nzwei\n", "there are 2 hypotheses and 5 references"),
     ],
 )
