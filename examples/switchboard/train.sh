@@ -21,13 +21,17 @@ moc      --output-layer moc --num-components 10 --output-embed-dim 166
 mixtape  --output-layer mixtape --num-components 4 --output-embed-dim 175 --gate-dim 64 --frequent-ratio 0.1"
 plan --example switchboard --data data-bin/switchboard --dictionary dict.response.txt --options "small float32" \
   --layers "$layers" --small-layers "$small_layers" -- "$@"
-sizes=()
-[ -z "$small" ] || sizes=(--embed-dim 100 --utterance-hidden-size 75 --context-hidden-size 150 --decoder-hidden-size 200)
-
 # The MoS paper gives no settings: these are Zhao et al.'s, whose loss is a mean over responses (--sentence-avg).
+sizes=()
+schedule=(--lr 1e-3 --max-epoch 60 --patience 5)
+if [ -n "$small" ]; then
+  sizes=(--embed-dim 100 --utterance-hidden-size 75 --context-hidden-size 150 --decoder-hidden-size 200 --context-scale 4 --dropout 0.2)
+  schedule=(--lr 3e-3 --lr-scheduler polynomial_decay --total-num-update 36000 --max-update 36000)
+fi
+
 fairseq_train --task translation --source-lang context --target-lang response \
   --arch dialog_seq2seq "${sizes[@]+"${sizes[@]}"}" "${layer_flags[@]}" \
   --criterion output_layer_cross_entropy --sentence-avg \
-  --optimizer adam --lr 1e-3 --clip-norm 5 --batch-size 30 --required-batch-size-multiple 1 \
-  --max-epoch 60 --patience 5 --no-epoch-checkpoints \
+  --optimizer adam "${schedule[@]}" --clip-norm 5 --batch-size 30 --required-batch-size-multiple 1 \
+  --no-epoch-checkpoints \
   --log-format simple --log-interval 500
