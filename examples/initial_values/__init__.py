@@ -1,0 +1,64 @@
+"""Mixtape from other initial values, which its paper does not give: layers for ``--user-dir examples/initial_values``.
+
+One ablation each; docs/results.md says what came of them. Also how layers of your own are trained without a change to
+the plugin: a package that calls ``mixtape_plugin.register()`` and adds rows to ``OUTPUT_LAYERS``.
+"""
+
+import sys
+from pathlib import Path
+
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parents[2]))  # where the plugin is not installed
+
+import mixtape_plugin
+from mixtape_plugin.output_layers import OUTPUT_LAYERS
+from mixtape_plugin.output_layers.mixtape import Mixtape
+
+mixtape_plugin.register()
+
+
+class XavierContexts(Mixtape):
+    """Each H_k alone as Glorot and Bengio (2010) have it for tanh: U(±(5/3)·√(6/(D+E))), not U(±1/√D)."""
+
+    def build_parameters(self) -> None:
+        super().build_parameters()
+        for component in self.context.weight.unflatten(0, (self.num_components, -1)):
+            nn.init.xavier_uniform_(component, nn.init.calculate_gain("tanh"))
+
+
+class IdentityContexts(Mixtape):
+    """H_k = 1 + noise of standard deviation .1/√D, where E = D: each h_k begins near tanh(g)."""
+
+    def build_parameters(self) -> None:
+        super().build_parameters()
+        for component in self.context.weight.unflatten(0, (self.num_components, -1)):
+            nn.init.eye_(component)
+            component.data.add_(component.new_empty(component.shape).normal_(std=0.1 * self.feature_dim**-0.5))
+
+
+class SmallGates(Mixtape):
+    """v_x with a tenth of its standard deviation: the tokens' gates begin nearly alike."""
+
+    def build_parameters(self) -> None:
+        super().build_parameters()
+        self.gate_embedding.data.mul_(0.1)
+
+
+class LargeGates(Mixtape):
+    """The constant of the weight normalization is 4: rows of U_k have norm 4, not 1."""
+
+    constant = 4.0
+
+    def gate_contexts(self, features: Tensor) -> Tensor:
+        return super().gate_contexts(self.constant * features)
+
+
+for name, layer in {
+    "mixtape-xavier": XavierContexts,
+    "mixtape-identity": IdentityContexts,
+    "mixtape-small-gates": SmallGates,
+    "mixtape-large-gates": LargeGates,
+}.items():
+    layer.label = name.capitalize()
+    OUTPUT_LAYERS[name] = layer

@@ -1,0 +1,70 @@
+"""examples/initial_values: initial values are as they say, and layers from outside the plugin train by --user-dir."""
+
+import runpy
+
+import pytest
+import torch
+from conftest import console_script, start, train_args
+from recipes import ROOT
+
+from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, build_output_layer
+
+USER_DIR = ROOT / "examples" / "initial_values"
+D, V = 96, 400
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    before = dict(OUTPUT_LAYERS)
+    runpy.run_path(str(USER_DIR / "__init__.py"))
+    yield
+    for name in set(OUTPUT_LAYERS) - set(before):
+        del OUTPUT_LAYERS[name]
+
+
+def layer(name, **options):
+    torch.manual_seed(1)
+    return build_output_layer(OutputLayerConfig(output_layer=name, **options), D, V)
+
+
+def same_but(name, *names, **options):
+    """The plugin's Mixtape and another, which differ in these parameters alone."""
+    ours, other = layer("mixtape", **options), layer(name, **options)
+    for parameter, value in ours.state_dict().items():
+        assert torch.equal(value, other.state_dict()[parameter]) == (parameter not in names)
+    return ours, other
+
+
+def test_xavier():
+    _, other = same_but("mixtape-xavier", "context.weight", output_embed_dim=48)
+    bound = 5 / 3 * (6 / (D + 48)) ** 0.5
+    for component in other.context.weight.unflatten(0, (4, 48)):
+        assert 0.99 * bound < component.abs().max() <= bound
+        assert component.std().item() == pytest.approx(bound / 3**0.5, rel=0.03)
+
+
+def test_identity():
+    _, other = same_but("mixtape-identity", "context.weight")
+    for component in other.context.weight.unflatten(0, (4, D)):
+        assert (component - torch.eye(D)).std().item() == pytest.approx(0.1 / D**0.5, rel=0.03)
+
+
+def test_small_gates():
+    ours, other = same_but("mixtape-small-gates", "gate_embedding")
+    torch.testing.assert_close(other.gate_embedding, ours.gate_embedding / 10)
+
+
+def test_large_gates():
+    _, other = same_but("mixtape-large-gates", gate_weight_norm=True)
+    features = torch.randn(7, D)
+    weight = other.gate_hidden.weight / other.gate_hidden.weight.norm(dim=1, keepdim=True)
+    expected = torch.tanh(4 * features @ weight.T + other.gate_hidden.bias)
+    torch.testing.assert_close(other.eval().gate_contexts(features).flatten(-2), expected)
+
+
+@pytest.mark.slow
+def test_fairseq_train(data, tmp_path):
+    args = train_args(data, tmp_path, "--output-layer", "mixtape-xavier", "--user-dir", USER_DIR, "--max-update", 2)
+    process = start(console_script("train"), *args)
+    _, stderr = process.communicate()
+    assert process.returncode == 0 and (tmp_path / "checkpoint_last.pt").exists(), stderr
