@@ -323,7 +323,7 @@ def markdown(rows: Sequence[dict], columns: Sequence[str] | None = None) -> str:
     names = ["wall time" if column == "wall s" else column for column in columns]
     several = len({row["folder"] for row in rows}) > 1
     text = table(names, ([cell(column, row.get(column)) for column in columns] for row in rows))
-    notes = []
+    notes = {}  # columns, by what is said of them
     for column in columns:
         signatures = {}
         for row in rows:
@@ -331,8 +331,8 @@ def markdown(rows: Sequence[dict], columns: Sequence[str] | None = None) -> str:
                 signatures.setdefault(row[f"{column} signature"], []).append(row["folder"])
         for signature, folders in signatures.items():
             where = f" ({', '.join(folders)})" if several and len(signatures) > 1 else ""
-            notes.append(f"- {column}{where}: `{signature}`\n")
-    return text + ("\n" + "".join(notes) if notes else "")
+            notes.setdefault(f"{where}: `{signature}`\n", []).append(column)
+    return text + "\n" * bool(notes) + "".join(f"- {', '.join(names)}{said}" for said, names in notes.items())
 
 
 def csv_columns(rows: Sequence[dict]) -> list:

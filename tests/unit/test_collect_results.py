@@ -74,8 +74,9 @@ def test_dialog(folder, capsys):
         train_log=start() + epoch(1, 9, 30), score_json=json.dumps(scores), test__perplexity_txt="ppl 35.40\n"
     )
     collect_results.main([str(path)])
-    (row,), _ = table_of(capsys.readouterr().out)
+    (row,), notes = table_of(capsys.readouterr().out)
     assert (row["test ppl"], row["BLEU-1 precision"], row["BLEU-2 recall"]) == ("35.40", "1.123", "2.123")
+    assert notes[1:] == ["- BLEU-1 precision, BLEU-1 recall, BLEU-2 precision, BLEU-2 recall: `refs:1`"]
     assert not {"BLEU 13a", "chrF", "cache pointer"} & set(row)
 
     log = start().replace("task='translation'", "task='translation', arch='dialog_seq2seq'")
