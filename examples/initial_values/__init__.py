@@ -1,6 +1,6 @@
 """Mixtape from other initial values, which its paper does not give: layers for ``--user-dir examples/initial_values``.
 
-One ablation each; docs/results.md says what came of them. Also how layers of your own are trained without a change to
+One ablation each; none has been trained to an end so far. Also how layers of your own are trained without a change to
 the plugin: a package that calls ``mixtape_plugin.register()`` and adds rows to ``OUTPUT_LAYERS``.
 """
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 sys.path.append(str(Path(__file__).parents[2]))  # where the plugin is not installed
 
 import mixtape_plugin
+from mixtape_plugin.errors import UserError
 from mixtape_plugin.output_layers import OUTPUT_LAYERS
 from mixtape_plugin.output_layers.mixtape import Mixtape
 
@@ -32,6 +33,11 @@ class IdentityContexts(Mixtape):
 
     def build_parameters(self) -> None:
         super().build_parameters()
+        if self.embed_dim != self.feature_dim:
+            raise UserError(
+                f"--output-layer mixtape-identity needs an embedding as wide as the features, {self.feature_dim}; "
+                f"it is {self.embed_dim}"
+            )
         for component in self.context.weight.unflatten(0, (self.num_components, -1)):
             nn.init.eye_(component)
             component.data.add_(component.new_empty(component.shape).normal_(std=0.1 * self.feature_dim**-0.5))
@@ -46,7 +52,7 @@ class SmallGates(Mixtape):
 
 
 class LargeGates(Mixtape):
-    """The constant of the weight normalization is 4: rows of U_k have norm 4, not 1."""
+    """The constant of the weight normalization is 4: rows of U_k have norm 4, not 1. For --gate-weight-norm."""
 
     constant = 4.0
 

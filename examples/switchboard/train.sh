@@ -21,7 +21,8 @@ moc      --output-layer moc --num-components 10 --output-embed-dim 166
 mixtape  --output-layer mixtape --num-components 4 --output-embed-dim 175 --gate-dim 64 --frequent-ratio 0.1"
 plan --example switchboard --data data-bin/switchboard --dictionary dict.response.txt --options "small float32" \
   --layers "$layers" --small-layers "$small_layers" -- "$@"
-# The MoS paper gives no settings: these are Zhao et al.'s, whose loss is a mean over responses (--sentence-avg).
+# The MoS paper gives no settings: these are Zhao et al.'s, whose loss is a mean over responses (--sentence-avg);
+# what --small changes of them is ours.
 sizes=()
 schedule=(--lr 1e-3 --max-epoch 60 --patience 5)
 if [ -n "$small" ]; then

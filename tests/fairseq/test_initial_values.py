@@ -7,6 +7,7 @@ import torch
 from conftest import console_script, start, train_args
 from recipes import ROOT
 
+from mixtape_plugin.errors import UserError
 from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, build_output_layer
 
 USER_DIR = ROOT / "examples" / "initial_values"
@@ -47,6 +48,8 @@ def test_identity():
     _, other = same_but("mixtape-identity", "context.weight")
     for component in other.context.weight.unflatten(0, (4, D)):
         assert (component - torch.eye(D)).std().item() == pytest.approx(0.1 / D**0.5, rel=0.03)
+    with pytest.raises(UserError, match="as wide as the features, 96; it is 48"):
+        layer("mixtape-identity", output_embed_dim=48)
 
 
 def test_small_gates():
