@@ -1,0 +1,101 @@
+#!/usr/bin/env python3
+"""The replies of several dialog trainings to the same contexts, side by side in Markdown, and how varied they are.
+
+    python scripts/compare_replies.py DIR DIR … --data data-bin/switchboard --contexts 1 1001 2001
+
+Each DIR is a training's folder after evaluate.sh, with its replies.txt; --data is what prepare.sh wrote. First come, of
+all contexts, the number of different best replies, the most frequent of them with its share, and their mean length in
+words. Then for each context that is named, counted from 1, its last utterances, the true response, and each training's
+replies, best first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Sequence
+
+import start
+
+from mixtape_plugin.analysis.files import read_lines, write_whole
+from mixtape_plugin.errors import UserError
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    rows = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows] + [""]
+
+
+def variety(name: str, replies: Sequence[Sequence[str]]) -> list[str]:
+    """A row about the best replies: how many differ, the most frequent with its share, their mean number of words."""
+    best = [nbest[0] for nbest in replies]
+    ((reply, times),) = Counter(best).most_common(1)
+    words = sum(len(text.split()) for text in best) / len(best)
+    return [name, f"{len(set(best)):,}", f"“{reply}”, {times / len(best):.1%}", f"{words:.1f}"]
+
+
+def utterances(context: str) -> list[str]:
+    """``<me> hello <other> hi there`` as ``me: hello`` and ``other: hi there``."""
+    return [f"{who}: {words}" for who, words in re.findall(r"<(me|other)> (.*?)(?= <(?:me|other)>|$)", context)]
+
+
+def compare(trainings: dict, contexts: Sequence[str], responses: Sequence[str], shown: Sequence[int], last: int) -> str:
+    """The page. ``trainings`` has for each name the replies to each context, best first."""
+    rows = [variety(name, replies) for name, replies in trainings.items()]
+    text = [f"Best replies to {len(contexts):,} contexts:", ""]
+    text += table(["training", "different", "most frequent", "words"], rows)
+    for number in shown:
+        text += [f"**Context {number:,}**", ""] + [f"- {line}" for line in utterances(contexts[number - 1])[-last:]]
+        text += [f"- the response: {responses[number - 1]}", ""]
+        columns = [replies[number - 1] for replies in trainings.values()]
+        depth = max(map(len, columns))
+        rows = [[column[i] if i < len(column) else "" for column in columns] for i in range(depth)]
+        text += table(["", *trainings], [[str(i), *row] for i, row in enumerate(rows, 1)])
+    return "\n".join(line.replace("<", "&lt;") for line in text)  # <unk> is no HTML
+
+
+def read(path: Path, size: int | None = None) -> list[str]:
+    """The lines of a file, without their ends; where ``size`` is given, that many."""
+    lines = [line.rstrip("\r\n") for line in read_lines(path)]
+    if size not in (None, len(lines)):
+        raise UserError(f"{path} has {len(lines)} lines for {size} contexts: of another test set?")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "trainings", type=Path, nargs="+", metavar="DIR", help="folders with the replies.txt of evaluate.sh"
+    )
+    parser.add_argument("--data", type=Path, default=Path("data-bin/switchboard"), metavar="DIR", help="of prepare.sh")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1], metavar="N", help="which to show, from 1 on")
+    parser.add_argument(
+        "--utterances", type=int, default=3, metavar="N", help="how many of a context's last (default: 3)"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the page here rather than print it")
+    args = parser.parse_args(argv)
+
+    contexts = read(args.data / "text" / "test.context")
+    responses = read(args.data / "text" / "test.response", len(contexts))
+    for number in args.contexts:
+        if not 1 <= number <= len(contexts):
+            raise UserError(f"--contexts {number} is not allowed: 1 to {len(contexts)}, the number of contexts")
+    if args.utterances < 1:
+        raise UserError(f"--utterances {args.utterances} is not allowed: at least 1")
+    trainings = {}
+    for folder in args.trainings:
+        name = folder.resolve().name
+        if name in trainings:
+            raise UserError(f"{folder}: another training is called {name}, too")
+        trainings[name] = [line.split("\t") for line in read(folder / "replies.txt", len(contexts))]
+    page = compare(trainings, contexts, responses, args.contexts, args.utterances)
+    if args.output:
+        write_whole(args.output, lambda part: part.write_text(page, encoding="utf-8"))
+    else:
+        print(page, end="")
+
+
+if __name__ == "__main__":
+    start.run(main)
