@@ -13,7 +13,7 @@ softmax  --output-layer softmax
 mos      --output-layer mos --num-components 10 --output-embed-dim 300
 moc      --output-layer moc --num-components 10 --output-embed-dim 300
 mixtape  --output-layer mixtape --num-components 4 --output-embed-dim 350 --gate-dim 64 --frequent-ratio 0.1"
-# With --small: 3.44 million parameters each.
+# With --small: 3.43 to 3.44 million parameters.
 small_layers="
 softmax  --output-layer softmax
 mos      --output-layer mos --num-components 10 --output-embed-dim 166

@@ -27,7 +27,7 @@ def add_common_options(
         nargs="+",
         choices=impls,
         metavar="IMPL",
-        help=f"of {', '.join(impls)}; softmax always runs eager; default: {default_impls}",
+        help=f"of {', '.join(impls)}; the plain softmax always runs; default: {default_impls}",
     )
     parser.add_argument("--label-smoothing", type=float, metavar="E", help=f"default: {default_smoothing}")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="after the warm-up; default: %(default)s")

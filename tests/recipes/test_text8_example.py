@@ -64,6 +64,19 @@ def test_train_and_evaluate_on_text8(text8, tmp_path):
     assert check_score(tmp_path / "test.txt", "character", 600) == pytest.approx(math.log2(27), abs=0.3)
 
 
+@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
+def test_another_text_is_no_download_of_text8(tmp_path):
+    flags = ["text8", "prepare.sh", "--out", tmp_path / "out", "--characters", "9,2,2"]
+    url = (tmp_path / "text8.zip").as_uri()
+    message = f"prepare.sh: {url} could not be downloaded whole; run it again, or give a local copy as --from"
+    assert mistake(*flags, TEXT8_URL=url) == message
+    with zipfile.ZipFile(tmp_path / "text8.zip", "w") as archive:
+        archive.writestr("text8", "abcdefghijklm")
+    message = f"{tmp_path}/out/text/text8 is not the text8 of the papers; remove {tmp_path}/out and run it again"
+    assert mistake(*flags, TEXT8_URL=url).endswith(message)
+    assert (tmp_path / "out" / "text" / "text8").read_text() == "abcdefghijklm"
+
+
 def test_text8_refuses_mistakes(tmp_path):
     flags = ["text8", "prepare.sh", "--from", tmp_path, "--out", tmp_path / "out"]
     assert mistake(*flags) == f"prepare.sh: --from has none of {tmp_path}/text8, text8.gz and text8.zip"
