@@ -27,7 +27,7 @@ sizes=()
 schedule=(--lr 1e-3 --max-epoch 60 --patience 5)
 if [ -n "$small" ]; then
   sizes=(--embed-dim 100 --utterance-hidden-size 75 --context-hidden-size 150 --decoder-hidden-size 200 --context-scale 4 --dropout 0.2)
-  schedule=(--lr 3e-3 --lr-scheduler polynomial_decay --total-num-update 36000 --max-update 36000)
+  schedule=(--lr 3e-3 --lr-scheduler polynomial_decay --total-num-update 18000 --max-update 18000)
 fi
 
 fairseq_train --task translation --source-lang context --target-lang response \
