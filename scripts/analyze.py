@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
@@ -40,6 +39,7 @@ from mixtape_plugin.benchmarks.measuring import available_memory
 from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.evaluation.command_line import device, progress_bar
 from mixtape_plugin.evaluation.grid_search import make_folder
+from mixtape_plugin.evaluation.language_model import Score
 
 EPSILONS = (1e-3, 1e-4, 1e-5)
 RESERVE = 2**29  # bytes for the model and what it works with
@@ -109,7 +109,7 @@ def analyze_rank(args: argparse.Namespace, folder: Path, name: str) -> tuple[dic
     columns["KLD"] = divergence.mean()
     details = {
         "checkpoint": checkpoint, "subset": args.subset, "contexts": contexts, "tokens": tokens,
-        "perplexity": math.exp(nll / contexts), "seconds": round(time.perf_counter() - start, 1),
+        "perplexity": Score(nll, contexts).perplexity, "seconds": round(time.perf_counter() - start, 1),
     }  # fmt: skip
     write_json(folder / "rank.json", {**details, "columns": columns})
     return {"training": name, **details, **columns}, sigma.tolist()

@@ -68,6 +68,8 @@ def average(paths: Sequence[str]) -> dict:
     for path in paths:
         state = load(path)
         model = state["model"]
+        if not all(isinstance(value, torch.Tensor) for value in model.values()):
+            raise UserError(f"{path} holds something else than tensors under 'model'")
         if not kinds:
             kinds = {name: (value.dtype, tuple(value.shape)) for name, value in model.items()}
             sums = {
@@ -120,6 +122,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not re.fullmatch(r"-?\d+", count):
             raise UserError(f"--last {count} is not allowed: a whole number, then a folder")
         paths = last_checkpoints(folder, int(count), args.by)
+    if not args.output or os.path.isdir(args.output):
+        raise UserError(f"--output '{args.output}' is not allowed: the name of a file")
     if os.path.exists(args.output) and any(os.path.exists(p) and os.path.samefile(p, args.output) for p in paths):
         raise UserError(f"--output {args.output} is one of the checkpoints to average: choose another name")
     state = average(paths)

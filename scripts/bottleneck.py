@@ -89,9 +89,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for name, lowest in {"steps": 10, "contexts": 2, "tokens": 2, "embed_dim": 1, "seed": 0}.items():
         if getattr(args, name) < lowest:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is not allowed: at least {lowest}")
+    if args.seed >= 2**63:
+        raise UserError(f"--seed {args.seed} is not allowed: less than 2^63")
     if args.contexts * args.tokens > MAX_CELLS:
         raise UserError(
             f"--contexts {args.contexts} times --tokens {args.tokens} is too large for this: at most {MAX_CELLS:,}"
+        )
+    if args.embed_dim * max(args.contexts, args.tokens) > MAX_CELLS:
+        raise UserError(
+            f"--embed-dim {args.embed_dim} times the larger of --contexts and --tokens is too large for this: at most "
+            f"{MAX_CELLS:,}"
         )
     return args
 

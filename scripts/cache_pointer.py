@@ -65,16 +65,19 @@ def parse_args(argv: Sequence[str] | None) -> Namespace:
     return args
 
 
+MAX_WINDOW = 10**9  # more than any text's
+
+
 def check(args: Namespace) -> None:
     """Raises UserError for the first option whose value is not allowed."""
     allowed = {
         "weight": (0 <= args.weight < 1, "from 0 to less than 1"),
         "theta": (args.theta >= 0, "0 or more"),
-        "window": (args.window >= 1, "at least 1"),
+        "window": (1 <= args.window <= MAX_WINDOW, f"1 to {MAX_WINDOW:,}"),
         "segment_length": (args.segment_length >= 1, "at least 1"),
         "weights": (all(0 <= weight < 1 for weight in args.weights), "from 0 to less than 1, each"),
         "thetas": (min(args.thetas) >= 0, "0 or more, each"),
-        "windows": (min(args.windows) >= 1, "at least 1, each"),
+        "windows": (1 <= min(args.windows) <= max(args.windows) <= MAX_WINDOW, f"1 to {MAX_WINDOW:,}, each"),
     }
     check_values(args, allowed)
 

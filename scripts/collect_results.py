@@ -43,7 +43,7 @@ from typing import Sequence
 
 import start
 
-from mixtape_plugin.analysis.files import write_csv, write_whole
+from mixtape_plugin.analysis.files import read_lines, write_csv, write_whole
 from mixtape_plugin.analysis.pictures import pyplot, save
 from mixtape_plugin.analysis.results import (
     NOT_RUN,
@@ -52,7 +52,6 @@ from mixtape_plugin.analysis.results import (
     csv_columns,
     csv_row,
     markdown,
-    read,
     read_rows,
     value_of,
     value_of_flag,
@@ -69,6 +68,7 @@ from mixtape_plugin.analysis.statistics import (
 from mixtape_plugin.errors import UserError
 
 PICTURES = (".png", ".pdf", ".svg")
+BLOCK = "<!-- collect_results.py "
 
 
 def draw(path: str | Path, rows: Sequence[dict]) -> None:
@@ -172,16 +172,24 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def write_page(path: str | Path) -> None:
     """Fills each block of a Markdown page with what its arguments print; it appears whole or stays as it was."""
-    text = read(path)
-    if text is None:
-        raise UserError(f"--page {path} does not exist")
+    text = "".join(read_lines(path))
+    openings = text.count(BLOCK)
 
     def fill(block):
-        return f"{block[1]}\n{report(parse(shlex.split(block[2])))}{block[4]}"
+        try:
+            arguments = shlex.split(block[2])
+        except ValueError as error:
+            raise UserError(f"--page {path}: {block[2]!r} is no list of arguments: {error}") from None
+        return f"{block[1]}\n{report(parse(arguments))}{block[4]}"
 
-    filled, count = re.subn(r"(<!-- collect_results\.py (.*?) -->\n)(.*?)(<!-- end -->)", fill, text, flags=re.DOTALL)
-    if not count:
-        raise UserError(f"--page {path} has no block <!-- collect_results.py ARGUMENTS --> … <!-- end -->")
+    until = rf"((?:(?!{re.escape(BLOCK)}).)*?)"  # not beyond the next block: an end may be missing
+    pattern = rf"({re.escape(BLOCK)}{until} -->\r?\n){until}(<!-- end -->)"
+    filled, count = re.subn(pattern, fill, text, flags=re.DOTALL)
+    if not count or count < openings:
+        raise UserError(
+            f"--page {path} has {openings} times {BLOCK!r} and {count} whole blocks, "
+            f"{BLOCK}ARGUMENTS --> … <!-- end -->"
+        )
     write_whole(path, lambda part: part.write_text(filled, encoding="utf-8"))
 
 

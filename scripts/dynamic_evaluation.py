@@ -14,6 +14,7 @@ to search.csv and search.png in --out, and scores the test text with the best.
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
 from itertools import product
@@ -22,7 +23,7 @@ from typing import Sequence
 import start
 from fairseq.tasks import FairseqTask
 
-from mixtape_plugin.errors import check_values
+from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.evaluation import grid_search
 from mixtape_plugin.evaluation.command_line import (
     device,
@@ -102,9 +103,12 @@ def search(
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
+    if os.pathsep in args.data:
+        raise UserError(f"{args.data} is not allowed: one folder, since the gradients are of the whole training text")
     model, task = load_language_model(args.path, args.data)
     if args.search:
         grid_search.make_folder(args.out)
+        text(task, "valid")  # a split that is missing, before anything takes time
     model.to(device(args))
     tokens, train_tokens = len(text(task, args.subset)), len(text(task, "train"))
 

@@ -7,7 +7,6 @@ python scripts/quickstart_report.py quickstart-output softmax mixtape
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import statistics
@@ -22,6 +21,7 @@ import mixtape_plugin
 from mixtape_plugin.analysis.files import write_csv, write_whole
 from mixtape_plugin.analysis.rank import log_prob_rank
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.evaluation.language_model import Score
 
 MAX_CONTEXTS = 2000
 COLUMNS = ("output layer", "BLEU", "test perplexity", "rank of log P", "parameters", "training tokens/s")
@@ -61,7 +61,7 @@ def row(out: Path, layer: str) -> tuple[list, dict, int, int]:
     bleu = json.loads((out / layer / "score.json").read_text())[0]
     speed = f"{statistics.median(speeds):,.0f}" if speeds else "–"
     rank = log_prob_rank(log_probs)
-    cells = [layer, f"{bleu['score']:.1f}", f"{math.exp(nll):.2f}", rank, f"{parameters:,}", speed]
+    cells = [layer, f"{bleu['score']:.1f}", f"{Score(nll, 1).perplexity:.2f}", rank, f"{parameters:,}", speed]
     return cells, bleu, len(log_probs), log_probs.size(1)
 
 

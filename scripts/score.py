@@ -38,7 +38,8 @@ def sentences(path: str) -> list[str]:
 def moses_tokenize(lines: list[str], lang: str) -> list[str]:
     """Moses tokens of each line, punctuation normalized first (typographic quotes to ASCII, and such)."""
     normalizer, tokenizer = sacremoses.MosesPunctNormalizer(lang), sacremoses.MosesTokenizer(lang)
-    return [tokenizer.tokenize(normalizer.normalize(line), return_str=True) for line in lines]
+    # With the line's end, which a rule for quotes goes by.
+    return [tokenizer.tokenize(normalizer.normalize(line + "\n"), return_str=True) for line in lines]
 
 
 def split_compounds(lines: list[str]) -> list[str]:
@@ -88,7 +89,7 @@ def score(
     add("BLEU 13a", BLEU(tokenize="13a"))
     add("BLEU intl", BLEU(tokenize="intl"))
     add("BLEU 13a lower-cased", BLEU(tokenize="13a", lowercase=True))
-    moses = f"sacremoses {sacremoses.__version__} ({target_lang}) normalization and tokenization"
+    moses = f"sacremoses {sacremoses.__version__} ({target_lang}) normalization with line ends and tokenization"
     # force: sacrebleu would warn of tokenized input, which is what this variant is
     add("BLEU tokenized", BLEU(tokenize="none", force=True), moses, lambda lines: moses_tokenize(lines, target_lang))
     if target_lang == "de":
@@ -102,8 +103,8 @@ def score(
         add(
             "BLEU lower-cased tokens",
             BLEU(tokenize="none", force=True),
-            f"{moses} in lower case, of the hypotheses",
-            lambda lines: [line.lower() for line in moses_tokenize(lines, target_lang)],
+            f"lower-casing, {moses} of the hypotheses",  # in this order: abbreviations are known by their case
+            lambda lines: [line.lower() for line in moses_tokenize([line.lower() for line in lines], target_lang)],
             [lower_cased_tokens],
         )
     add("chrF", CHRF())
@@ -125,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     reference_files = [args.references]
-    if args.test_set:
+    if args.test_set is not None:
         try:
             reference_files = get_reference_files(args.test_set, f"{args.source_lang}-{args.target_lang}")
         except Exception as error:  # sacrebleu raises bare Exceptions

@@ -23,8 +23,16 @@ if Path(sys.argv[0]).resolve().parent == SCRIPTS:  # else a test imports a scrip
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a script's main(); a UserError is printed without a traceback, and ends the script with status 1."""
-    from mixtape_plugin.errors import print_user_errors
+    """Runs a script's main(); a UserError is printed without a traceback, and ends the script with status 1.
+
+    So does a file that cannot be read or written.
+    """
+    from mixtape_plugin.errors import UserError, print_user_errors
 
     print_user_errors()
-    main()
+    try:
+        main()
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise UserError(f"{error.filename}: {error.strerror}") from error

@@ -97,8 +97,8 @@ def parse_options(arguments: Sequence[str], names: Sequence[str]) -> Tuple[Optio
         elif not has_value(name):
             values[name] = True
         else:
-            values[name] = value if equals else next(remaining, None)
-            if values[name] is None:
+            values[name] = value if equals else next(remaining, "--")
+            if not equals and values[name].startswith("--"):  # the next option, not a value
                 raise ValueError(f"--{name} needs a value; see train.sh --help")
     return values, extra
 

@@ -49,7 +49,7 @@ def read_dialogs(path):
                 yield dialog
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}, line {number} is not UTF-8 text: {error.reason}") from None
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise ValueError(
                 f'{path}, line {number} is no dialog: wanted is {{"utts": [[speaker, text, …], …], …}} with at least '
                 "one utterance"

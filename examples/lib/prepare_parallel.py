@@ -309,7 +309,7 @@ def prepare_subwords(model):
 
 
 def segment_chunk(chunk):
-    lines = b"".join(chunk).decode("utf-8").split("\n")[:-1]
+    lines = [line.decode("utf-8").rstrip("\n") for line in chunk]
     return "".join(segment(line) + "\n" for line in lines).encode("utf-8")
 
 

@@ -31,12 +31,23 @@ def read_lines(path: str | Path) -> list[str]:
 
 
 def write_whole(path: str | Path, write: Callable[[Path], None]) -> None:
-    """Calls ``write`` with a temporary path beside ``path``, of the same ending, and moves the result into place."""
-    path = Path(path)
-    part = path.with_name(f".{path.stem}.part{path.suffix}")
+    """Calls ``write`` with a temporary path beside ``path``, of the same ending, and moves the result into place.
+
+    A link stays one, and its target is replaced. What is neither file nor folder, such as a pipe, is written to.
+
+    Raises:
+        OSError: that cannot be; its ``filename`` is ``path``.
+    """
+    place = Path(os.path.realpath(path))
+    part = place.with_name(f".{place.stem}.part{place.suffix}")
     try:
+        if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+            write(Path(path))
+            return
         write(part)
-        os.replace(part, path)
+        os.replace(part, place)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         if part.exists():
             part.unlink()

@@ -19,6 +19,7 @@ from torch import Tensor
 from mixtape_plugin.analysis.results import table
 from mixtape_plugin.analysis.trained_model import Text, TrainedModel
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.evaluation.language_model import Score
 
 WORDS_AROUND = 100  # of a position, on either side; sentences are shorter
 # Line:word, both from 1, in the test text of the Penn Treebank, and the word there where the paper names it.
@@ -168,7 +169,7 @@ def hit_rates(found: dict, text: Text) -> list:
     right, k = {name: hits(p, text.targets) for name, p in found.items()}, next(iter(found.values())).tokens.size(1)
     rates = []
     for name, p in found.items():
-        row = {"training": name, "perplexity": math.exp(-p.target_log_probs.double().mean().item())}
+        row = {"training": name, "perplexity": Score(-p.target_log_probs.double().sum().item(), len(text)).perplexity}
         row["top-1 %"] = percent(hits(p, text.targets, 1))
         row[f"top-{k} %"] = percent(right[name])
         if len(found) > 1:

@@ -230,7 +230,7 @@ def read_rows(path: str | Path) -> list:
     for line in lines:
         row = {name: value_of(text) for name, text in line.items() if name}
         row["seed"] = row["seed"] and str(row["seed"])
-        row["commit"], row["training"] = line["commit"], line["training"]
+        row.update({name: line[name] for name in ("folder", "training", "commit", "command")})  # of digits, perhaps
         points = (point.split(":") for point in (line[CURVE] or "").split() if ":" in point)
         try:
             row["curve"] = {int(updates): float(perplexity) for updates, perplexity in points}

@@ -49,10 +49,18 @@ def numbers(rows: Sequence[dict], column: str) -> list:
     return [value for value in values if isinstance(value, (int, float)) and abs(value) < float("inf")]
 
 
+def words_of(command: str) -> list:
+    """As a shell reads them; of a command that is damaged, what lies between blanks."""
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return command.split()
+
+
 def without_seed(command: str) -> list:
     """The words of a command of train.sh without --seed and --save."""
     words, skip = [], False
-    for word in shlex.split(command):
+    for word in words_of(command):
         if not skip and not re.match(r"--(seed|save|save-dir)(=|$)", word):
             words.append(word)
         skip = not skip and word in ("--seed", "--save", "--save-dir")
@@ -62,7 +70,7 @@ def without_seed(command: str) -> list:
 def flags(command: str) -> list:
     """The flags of a command of train.sh, each with its values."""
     found = []
-    for word in shlex.split(command)[2:]:
+    for word in words_of(command)[2:]:
         if word.startswith("--") or not found:
             found.append(word)
         else:
@@ -97,7 +105,8 @@ def groups(rows: Sequence[dict]) -> list:
 
 def find_baseline(found: Sequence[Group], name: str) -> Group:
     """The one group of this layer (such as softmax, mixtape or mixtape-4); raises UserError for none or several."""
-    matching = [group for group in found if name in (group.name, group.layer, group.layer.rsplit("-", 1)[0])]
+    matching = [group for group in found if name in (group.name, group.layer)]
+    matching = matching or [group for group in found if name == group.layer.rsplit("-", 1)[0]]
     if len(matching) != 1:
         names = ", ".join(dict.fromkeys(group.name for group in found))
         raise UserError(f"--baseline {name} names {len(matching)} groups of trainings: it must be one of {names}")
@@ -152,6 +161,7 @@ def groups_markdown(
     if columns:
         chances = [f"p {test}, {name}" for name in columns for test in ("Student", "Welch")]
         shown = [name for name in dict.fromkeys(("group", "n", *columns, *chances)) if name in shown]
+        tests = sum(line.get(name) is not None for line in lines for name in shown if name.startswith("p Student"))
 
     def value(line, name):
         number = line.get(name)

@@ -5,6 +5,7 @@ Shapes: V vocabulary, E embedding, n pairs, R resamples.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Sequence
@@ -14,6 +15,7 @@ from fairseq.data import Dictionary
 from scipy.stats import rankdata
 from torch import Tensor
 
+from mixtape_plugin.analysis.files import read_lines
 from mixtape_plugin.analysis.results import table
 from mixtape_plugin.errors import UserError
 
@@ -43,16 +45,18 @@ def read_pairs(path: str | Path) -> list:
     """(word, word, score) of a file "word word score", tabs or blanks between them, in lower case.
 
     Raises:
-        UserError: a line is something else.
+        UserError: the file cannot be read, is empty or no UTF-8, or a line is something else.
     """
     pairs = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_lines(path), 1):
         try:
             if line.strip():
-                first, second, score = line.lower().split()
+                first, second, score = line.lstrip("\ufeff").lower().split()
                 pairs.append((first, second, float(score)))
+                if not math.isfinite(pairs[-1][2]):
+                    raise ValueError
         except ValueError:
-            raise UserError(f"{path} line {number} is not 'word word score': {line[:60]}") from None
+            raise UserError(f"{path} line {number} is not 'word word score': {line.strip()[:60]}") from None
     return pairs
 
 

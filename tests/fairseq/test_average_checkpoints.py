@@ -1,6 +1,7 @@
 """scripts/average_checkpoints.py against a float64 mean by hand, and the checkpoints it must refuse."""
 
 import os
+import re
 import shutil
 from argparse import Namespace
 from fractions import Fraction
@@ -141,6 +142,22 @@ def test_refuses_to_overwrite_an_input(tmp_path):
     with pytest.raises(UserError, match="is one of the checkpoints to average"):
         script.main(["--last", "1", str(tmp_path), "--output", f"{tmp_path}/../{tmp_path.name}/checkpoint1.pt"])
     assert Path(path).read_bytes() == before
+
+
+@pytest.mark.parametrize("output", ["", "."])
+def test_refuses_an_output_without_a_name(output, tmp_path):
+    with pytest.raises(UserError, match=f"--output '{re.escape(output)}' is not allowed: the name of a file"):
+        script.main(["--inputs", save(tmp_path / "1.pt"), "--output", output])
+
+
+def test_refuses_what_is_no_tensor(tmp_path):
+    path = save(tmp_path / "1.pt")
+    state = torch.load(path, weights_only=False)
+    state["model"]["steps"] = 3
+    torch.save(state, path)
+    with pytest.raises(UserError, match="1.pt holds something else than tensors under 'model'"):
+        script.main(["--inputs", path, "--output", str(tmp_path / "out.pt")])
+    assert not (tmp_path / "out.pt").exists()
 
 
 class Evil:

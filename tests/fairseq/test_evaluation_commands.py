@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -39,9 +40,10 @@ COMMANDS = {
         mistakes=[
             ("--lambda 1", "--weight 1.0 is not allowed: from 0 to less than 1"),
             ("--theta -1", "--theta -1.0 is not allowed: 0 or more"),
-            ("--window 0", "--window 0 is not allowed: at least 1"),
+            ("--window 0", "--window 0 is not allowed: 1 to 1,000,000,000"),
+            (f"--window {10**20}", f"--window {10**20} is not allowed: 1 to 1,000,000,000"),
             ("--weights 0.1 1", "is not allowed: from 0 to less than 1, each"),
-            ("--windows 0", "is not allowed: at least 1, each"),
+            ("--windows 5 0", "is not allowed: 1 to 1,000,000,000, each"),
         ],
     ),
     "dynamic_evaluation": SimpleNamespace(
@@ -59,6 +61,7 @@ COMMANDS = {
             ("--decay -1", "--decay -1.0 is not allowed: 0 or more"),
             ("--epsilon 0", "--epsilon 0.0 is not allowed: more than 0"),
             ("--decays 1 -1", "is not allowed: 0 or more, each"),
+            ("data:more --epsilon 1", "is not allowed: one folder, since the gradients are of the whole training text"),
         ],
     ),
 }
@@ -135,13 +138,29 @@ def test_command_searches_on_the_validation_text(name, trained, loaded, tmp_path
     assert expected.settings.format(**winner) in output
 
 
+def with_options(good, options):
+    """The first word instead of the data folder, where it is no option."""
+    first, *rest = options.split()
+    return [*good, first, *rest] if first.startswith("--") else [first, *good[1:], *rest]
+
+
+@each_command
+def test_search_wants_the_validation_text_before_anything_else(name, trained, tmp_path, capsys):
+    data = shutil.copytree(trained.data, tmp_path / "data")
+    for file in data.glob("valid*"):
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match="Dataset not found: valid"):
+        load_script(name).main([str(data), "--path", trained.path, "--cpu", "--search", "--out", str(tmp_path / "out")])
+    assert capsys.readouterr().out == ""
+
+
 @each_command
 def test_command_refuses_bad_input(name, trained, data, tmp_path):
     script = load_script(name)
     (tmp_path / "file").write_text("no checkpoint")
     good = [trained.data, "--path", trained.path, "--cpu"]
     for options, message in [
-        *(([*good, *options.split()], message) for options, message in COMMANDS[name].mistakes),
+        *((with_options(good, options), message) for options, message in COMMANDS[name].mistakes),
         ([*good, "--segment-length", "0"], "--segment-length 0 is not allowed: at least 1"),
         ([*good, "--search", "--out", str(tmp_path / "file")], "file cannot be a folder"),
         ([trained.data, "--path", str(tmp_path / "none.pt")], "none.pt does not exist"),

@@ -35,12 +35,13 @@ def test_a_row_is_flags_and_settings_of_the_recipe():
 
 
 def test_options_and_what_remains_in_its_order():
-    arguments = "--lr 1 --bf16 --seed 7 -x --seed=8 --bf16=1 --save --data --adam-betas".split() + ["(0.9, 0.98)"]
+    arguments = "--lr 1 --bf16 --seed 7 -x --seed=8 --bf16=1 --save=--data --adam-betas".split() + ["(0.9, 0.98)"]
     values, extra = plan_training.parse_options(arguments, ["bf16", "seed", "save", "gpus"])
     assert values == {"bf16": True, "seed": "8", "save": "--data", "gpus": None}
     assert extra == ["--lr", "1", "-x", "--bf16=1", "--adam-betas", "(0.9, 0.98)"]
-    with pytest.raises(ValueError, match="--seed needs a value; see train.sh --help"):
-        plan_training.parse_options(["--bf16", "--seed"], ["bf16", "seed"])
+    for seed in (["--bf16", "--seed"], ["--seed", "--bf16"]):
+        with pytest.raises(ValueError, match="--seed needs a value; see train.sh --help"):
+            plan_training.parse_options(seed, ["bf16", "seed"])
 
 
 def test_the_plan_of_a_layer(tmp_path):

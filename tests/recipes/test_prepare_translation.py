@@ -526,6 +526,14 @@ def test_subwords_are_subword_nmts(tmp_path, monkeypatch):
     assert len(subwords) <= 5
 
 
+@pytest.mark.parametrize("text", [b"a b\nc", b"a b\nc\n", b"c"])
+def test_a_last_line_without_an_end_gets_its_subwords(text, tmp_path):
+    (tmp_path / "codes").write_text("#version: 0.2\nx y\n")
+    (tmp_path / "text").write_bytes(text)
+    prepare_parallel.apply_subwords(str(tmp_path / "codes"), str(tmp_path / "text"), str(tmp_path / "bpe"), 1)
+    assert (tmp_path / "bpe").read_bytes() == text.rstrip(b"\n") + b"\n"
+
+
 def test_words_are_counted_in_bounded_memory(tmp_path, monkeypatch):
     (tmp_path / "text").write_text("b a\nb c\nb a é\n" * 1500, encoding="utf-8")
     (tmp_path / "more").write_text("once upon b\n", encoding="utf-8")

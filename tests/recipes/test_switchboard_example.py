@@ -116,10 +116,20 @@ def test_dictionary_by_hand(tmp_path):
         prepare_dialog.dictionary(path, 7)
 
 
-DAMAGED = ["{", "[]", "{}", '{"utts": []}', '{"utts": [["A"]]}', '{"utts": [["A", 3]]}', '{"utts": [[1, "a"]]}', "\xff"]
+DAMAGED = [
+    "[" * 100_000,
+    "{",
+    "[]",
+    "{}",
+    '{"utts": []}',
+    '{"utts": [["A"]]}',
+    '{"utts": [["A", 3]]}',
+    '{"utts": [[1, "a"]]}',
+    "\xff",
+]
 
 
-@pytest.mark.parametrize("damage", DAMAGED)
+@pytest.mark.parametrize("damage", DAMAGED, ids=lambda damage: damage[:30])
 def test_damaged_line_is_named(damage, tmp_path):
     path = tmp_path / "valid.jsonl"
     good = '{"utts": [["A", "a"], ["B", "b"]]}\n'

@@ -126,6 +126,8 @@ def test_command_refuses_bad_options(tmp_path):
         (["--steps", "0"], "--steps 0 is not allowed: at least 10"),
         (["--tokens", "1"], "--tokens 1 is not allowed: at least 2"),
         (["--contexts", "1000000000"], "--contexts 1000000000 times --tokens 512 is too large"),
+        (["--seed", str(10**20)], f"--seed {10**20} is not allowed: less than 2^63"),
+        (["--embed-dim", "999999"], "--embed-dim 999999 times the larger of --contexts and --tokens is too large"),
         (["--out", str(tmp_path / "file")], "cannot be a folder"),
     ]:
         with pytest.raises(UserError) as refusal:

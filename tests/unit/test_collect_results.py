@@ -2,6 +2,9 @@
 
 import csv
 import json
+import os
+import re
+import subprocess
 
 import pytest
 from recipes import load_script
@@ -300,6 +303,52 @@ def test_a_line_for_each_layer_over_a_flag(folder, tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize(
+    "text, problem",
+    [
+        (b"{block}<!-- ende -->\nmine\n{block}<!-- end -->\n", "has 2 times '<!-- collect_results.py ' and 1 whole"),
+        (b"<!-- collect_results.py one -->\nmine\n", "has 1 times '<!-- collect_results.py ' and 0 whole"),
+        (b"<!-- collect_results.py 'one -->\n<!-- end -->\n", '"\'one" is no list of arguments: No closing quotation'),
+        (b"caf\xe9\n{block}<!-- end -->\n", ", line 1 is not UTF-8 text"),
+    ],
+)
+def test_a_damaged_page_stays_as_it_is(text, problem, folder, tmp_path, monkeypatch):
+    folder("one", train_log=start() + epoch(1, 1, 2))
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "page.md"
+    page.write_bytes(text.replace(b"{block}", b"<!-- collect_results.py one -->\n"))
+    before = page.read_bytes()
+    with pytest.raises(UserError, match=re.escape(problem)):
+        collect_results.main(["--page", "page.md"])
+    assert page.read_bytes() == before
+
+
+def test_folders_called_by_numbers(folder, tmp_path, capsys, monkeypatch):
+    """In a CSV file they look like figures."""
+    monkeypatch.chdir(tmp_path)
+    for name, tokenizer in (("7", "13a"), ("1e5", "intl")):
+        scores = [{"metric": "BLEU 13a", "score": 3.5, "signature": f"tok:{tokenizer}", "preprocessing": None}]
+        folder(name, train_log=start() + epoch(1, 1, 2), score_json=json.dumps(scores))
+    collect_results.main(["7", "1e5", "--csv", "all.csv"])
+    printed = capsys.readouterr().out
+    collect_results.main(["all.csv"])
+    assert capsys.readouterr().out == printed and "7" in printed
+    collect_results.main(["all.csv", "--groups"])
+
+
+def test_a_link_stays_one_and_a_pipe_is_written_to(folder, tmp_path):
+    run = str(folder("run", train_log=start() + epoch(1, 1, 2)))
+    (tmp_path / "real.csv").write_text("old")
+    (tmp_path / "link.csv").symlink_to("real.csv")
+    collect_results.main([run, "--csv", str(tmp_path / "link.csv")])
+    assert (tmp_path / "link.csv").is_symlink() and read_rows(tmp_path / "real.csv")[0]["training"] == "run"
+    os.mkfifo(tmp_path / "pipe")
+    reader = subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE)
+    collect_results.main([run, "--csv", str(tmp_path / "pipe")])
+    assert reader.communicate(timeout=60)[0] == (tmp_path / "real.csv").read_bytes()
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize(
     "args, sentence",
     [
         (
@@ -317,8 +366,12 @@ def test_a_line_for_each_layer_over_a_flag(folder, tmp_path, monkeypatch, capsys
         (["damaged.csv"], "damaged.csv is no table of trainings: give one that collect_results.py --csv wrote"),
         ([], "no training is given: name folders that train.sh wrote, or CSV files of --csv"),
         (["run", "--where", "moon"], "--where moon is in no training's command"),
-        (["--page", "page.md"], "--page page.md has no block <!-- collect_results.py ARGUMENTS --> … <!-- end -->"),
-        (["--page", "nowhere.md"], "--page nowhere.md does not exist"),
+        (
+            ["--page", "page.md"],
+            "--page page.md has 0 times '<!-- collect_results.py ' and 0 whole blocks, "
+            "<!-- collect_results.py ARGUMENTS --> … <!-- end -->",
+        ),
+        (["--page", "nowhere.md"], "nowhere.md cannot be read: No such file or directory"),
         (["run", "--csv", "nowhere/a.csv"], "--csv nowhere/a.csv cannot be written: No such file or directory"),
         (["run", "--markdown", "run/x/a.md"], "--markdown run/x/a.md cannot be written: No such file or directory"),
     ],

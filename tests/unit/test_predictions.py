@@ -1,6 +1,7 @@
 """Positions of a text, the likeliest words there, and the papers' positions in the Penn Treebank."""
 
 import gzip
+import math
 import os
 from itertools import accumulate, chain
 from pathlib import Path
@@ -114,6 +115,12 @@ def test_hit_rates_by_hand():
         ("a", 1, "w1"), ("a", 2, "w2"), ("b", 1, "w2"), ("b", 2, "w3"),
     ]  # fmt: skip
     assert {(r["group"], r["position"], r["reference"]) for r in table} == {("x", "1:3", "w3")}
+
+
+def test_perplexity_of_a_model_that_diverged_is_infinite():
+    text = text_of(["w1"])
+    found = {"a": predictions_of([text.targets.tolist()] * 2, [-1e5, -1e5])}
+    assert hit_rates(found, text)[0]["perplexity"] == math.inf
 
 
 def test_positions_of_the_papers_are_of_one_text():

@@ -5,7 +5,10 @@ import subprocess
 import sys
 
 import pytest
-from recipes import ROOT
+from recipes import ROOT, load_script
+
+from mixtape_plugin.analysis.files import write_csv
+from mixtape_plugin.errors import UserError
 
 SCRIPTS = [path for path in sorted((ROOT / "scripts").glob("*.py")) if "mixtape_plugin" in path.read_text()]
 MISTAKES = {  # options after which a script ends before it computes anything, and the end of its sentence
@@ -24,6 +27,21 @@ def test_every_script_starts_alike(path):
     code = path.read_text()
     assert "\nimport start\n" in code and code.endswith("\n    start.run(main)\n")
     assert "sys.path" not in code and "noqa: E402" not in code
+
+
+def test_a_file_that_cannot_be_written_is_named_in_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which run() sets
+    start, path = load_script("start"), tmp_path / "folder.csv"
+    path.mkdir()
+    with pytest.raises(UserError, match=f"^{path}: Is a directory$"):
+        start.run(lambda: write_csv(path, ["a"], [{"a": 1}]))
+    assert os.listdir(tmp_path) == ["folder.csv"]
+
+    def no_file():
+        raise BrokenPipeError(32, "Broken pipe")
+
+    with pytest.raises(BrokenPipeError):
+        start.run(no_file)
 
 
 @pytest.mark.slow

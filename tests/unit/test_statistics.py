@@ -10,7 +10,15 @@ from recipes import load_script
 from scipy import stats
 from training_logs import DONE, epoch, start, table_of, write_folder
 
-from mixtape_plugin.analysis.statistics import Sample, compare, correlate, find_baseline, groups, p_values
+from mixtape_plugin.analysis.statistics import (
+    Sample,
+    compare,
+    correlate,
+    find_baseline,
+    groups,
+    groups_markdown,
+    p_values,
+)
 from mixtape_plugin.errors import UserError
 
 collect_results = load_script("collect_results")
@@ -94,6 +102,13 @@ def test_flags_tell_groups_apart_and_layers_name_them():
     assert str(error.value) == "--baseline moc names 0 groups of trainings: it must be one of softmax, mixtape-4, mos-5"
     with pytest.raises(UserError, match="--baseline softmax names 2 groups"):
         find_baseline(groups([*rows, row("train.sh softmax --lr 1", 1)]), "softmax")
+    plif = groups([row("train.sh plif", 1, layer="plif"), row("train.sh plif-frozen", 1, layer="plif-frozen")])
+    assert find_baseline(plif, "plif") is plif[0] and find_baseline(plif, "plif-frozen") is plif[1]
+
+
+def test_a_command_with_an_open_quote_is_read_by_blanks():
+    found = groups([row("train.sh softmax 'a --seed 1", 1), row("train.sh softmax 'a --seed 2", 2)])
+    assert [len(group.rows) for group in found] == [2]
 
 
 def test_groups_of_a_layer_are_named_by_what_they_do_not_share():
@@ -139,6 +154,9 @@ def test_compare():
     assert mos["p Welch, test ppl"] == pytest.approx(welch)
     assert moc["test ppl sd"] is None and moc["p Student, test ppl"] is None and moc["valid ppl"] is None
     assert "p Student, test ppl" not in softmax and "p Student, rank" not in mos
+    lines, tests = compare(found, found[0])
+    assert "; 1 comparison," in groups_markdown(lines, tests, found[0], ["test ppl"])
+    assert "; 0 comparisons," in groups_markdown(lines, tests, found[0], ["rank"])  # none is shown
 
 
 # --------------------------------------------------------------------------------------------------- the command line

@@ -90,7 +90,12 @@ def test_files(tmp_path):
     (tmp_path / "readme.md").write_text("no")
     found = read_folder(tmp_path)
     assert list(found) == ["EN-MC-30", "b"] and found["b"] == [("tiger", "cat", 7.35), ("tiger", "tiger", 10.0)]
-    for line in ("a b", "a b c", "a b 1 2"):
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfa b 1\n")
+    assert read_pairs(tmp_path / "b.txt") == [("a", "b", 1.0)]
+    (tmp_path / "b.txt").write_bytes(b"a b 1\ncaf\xe9 b 1\n")
+    with pytest.raises(UserError, match="b.txt, line 2 is not UTF-8 text"):
+        read_pairs(tmp_path / "b.txt")
+    for line in ("a b", "a b c", "a b 1 2", "a b nan"):
         (tmp_path / "b.txt").write_text(f"a b 1\n{line}\n")
         with pytest.raises(UserError) as error:
             read_pairs(tmp_path / "b.txt")
