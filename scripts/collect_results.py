@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def write_page(path: str | Path) -> None:
     """Fills each block of a Markdown page with what its arguments print; it appears whole or stays as it was."""
     text = "".join(read_lines(path))
-    openings = text.count(BLOCK)
+    openings = len(re.findall(rf"^{re.escape(BLOCK)}", text, re.MULTILINE))
 
     def fill(block):
         try:
@@ -182,9 +182,9 @@ def write_page(path: str | Path) -> None:
             raise UserError(f"--page {path}: {block[2]!r} is no list of arguments: {error}") from None
         return f"{block[1]}\n{report(parse(arguments))}{block[4]}"
 
-    until = rf"((?:(?!{re.escape(BLOCK)}).)*?)"  # not beyond the next block: an end may be missing
-    pattern = rf"({re.escape(BLOCK)}{until} -->\r?\n){until}(<!-- end -->)"
-    filled, count = re.subn(pattern, fill, text, flags=re.DOTALL)
+    until = rf"((?:(?!^{re.escape(BLOCK)}).)*?)"  # not beyond the next block: an end may be missing
+    pattern = rf"(^{re.escape(BLOCK)}{until} -->\r?\n){until}(<!-- end -->)"
+    filled, count = re.subn(pattern, fill, text, flags=re.DOTALL | re.MULTILINE)
     if not count or count < openings:
         raise UserError(
             f"--page {path} has {openings} times {BLOCK!r} and {count} whole blocks, "

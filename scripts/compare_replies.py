@@ -38,7 +38,8 @@ def variety(name: str, replies: Sequence[Sequence[str]]) -> list[str]:
 
 def utterances(context: str) -> list[str]:
     """``<me> hello <other> hi there`` as ``me: hello`` and ``other: hi there``."""
-    return [f"{who}: {words}" for who, words in re.findall(r"<(me|other)> (.*?)(?= <(?:me|other)>|$)", context)]
+    parts = re.split(r"(?:^| )<(me|other)>(?= |$)", context)[1:]
+    return [f"{who}: {words.strip()}" for who, words in zip(parts[::2], parts[1::2])]
 
 
 def compare(trainings: dict, contexts: Sequence[str], responses: Sequence[str], shown: Sequence[int], last: int) -> str:

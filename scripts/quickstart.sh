@@ -20,7 +20,7 @@ while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) echo "$usage"; exit ;;
     --no-setup) setup=no; shift; continue ;;
-    --data | --source-lang | --out | --layers | --updates) [ $# -gt 1 ] || die "$1 needs a value; see quickstart.sh --help" ;;
+    --data | --source-lang | --out | --layers | --updates) [ $# -gt 1 ] && [[ $2 != --* ]] || die "$1 needs a value; see quickstart.sh --help" ;;
     *) die "unknown option $1; see quickstart.sh --help" ;;
   esac
   case $1 in --data) data=$2 ;; --source-lang) from=$2 ;; --out) out=$2 ;; --layers) layers=$2 ;; --updates) updates=$2 ;; esac

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 from typing import Sequence
 
@@ -27,7 +26,7 @@ import start
 from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.utils import get_reference_files
 
-from mixtape_plugin.analysis.files import read_lines
+from mixtape_plugin.analysis.files import read_lines, write_whole
 from mixtape_plugin.errors import UserError
 
 
@@ -145,10 +144,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{row['metric']:<32}{row['score']:6.2f}  {row['signature']}{before}")
     if args.json:
         try:
-            with open(args.json + ".part", "w", encoding="utf-8") as file:
-                json.dump(results, file, indent=2)
-                file.write("\n")
-            os.replace(args.json + ".part", args.json)
+            text = json.dumps(results, indent=2) + "\n"
+            write_whole(args.json, lambda part: part.write_text(text, encoding="utf-8"))
         except OSError as error:
             raise UserError(f"--json {args.json} cannot be written: {error.strerror}") from None
 

@@ -35,4 +35,4 @@ def run(main: Callable[[], None]) -> None:
     except OSError as error:
         if error.filename is None:
             raise
-        raise UserError(f"{error.filename}: {error.strerror}") from error
+        raise UserError(f"{error.filename}: {error.strerror or error}") from error

@@ -15,7 +15,7 @@ take_options() {
       echo "$usage"
       exit
     elif [[ $1 = --* && $first = *"[$1 "* ]]; then
-      [ $# -gt 1 ] || die "$1 needs a value; see ${0##*/} --help"
+      [ $# -gt 1 ] && [[ $2 != --* ]] || die "$1 needs a value; see ${0##*/} --help"
       printf -v "$name" %s "$2"
       shift
     elif [[ $1 = --* && $first = *"[$1]"* ]]; then

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 from pathlib import Path
@@ -39,9 +40,10 @@ def write_whole(path: str | Path, write: Callable[[Path], None]) -> None:
         OSError: that cannot be; its ``filename`` is ``path``.
     """
     place = Path(os.path.realpath(path))
-    part = place.with_name(f".{place.stem}.part{place.suffix}")
+    part = place.parent / f".{place.stem}.part{Path(path).suffix}"
+    device = os.path.abspath(path).startswith(("/dev/", "/proc/"))  # such as /dev/stdout, which may lead to a file
     try:
-        if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        if device or os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
             write(Path(path))
             return
         write(part)
@@ -49,7 +51,7 @@ def write_whole(path: str | Path, write: Callable[[Path], None]) -> None:
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
-        if part.exists():
+        with contextlib.suppress(OSError):  # moved, or never made
             part.unlink()
 
 

@@ -146,6 +146,9 @@ def test_prepare_refuses_mistakes(corpus, prepared, tmp_path):
     assert mistake("prepare.sh", "--merges", "0") == "prepare.sh: --merges is '0', allowed is a positive whole number"
     assert mistake("prepare.sh", "--from", "nowhere") == "prepare.sh: --from nowhere is no folder that can be read"
     assert "--help" in mistake("prepare.sh", "--form", "x") and "--help" in mistake("prepare.sh", "--out")
+    message = "{0}: {1} needs a value; see {0} --help"
+    assert mistake("prepare.sh", "--out", "--merges", "5") == message.format("prepare.sh", "--out")
+    assert mistake("evaluate.sh", folder, "--data", "--cpu") == message.format("evaluate.sh", "--data")
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
@@ -190,7 +193,9 @@ def test_train_and_evaluate(prepared, tmp_path):
     assert [row["metric"] for row in scores][:2] == ["BLEU 13a", "BLEU intl"]
     (papers,) = [row for row in scores if row["metric"] == "BLEU lower-cased tokens"]
     tokens = [line.lower() for line in lines(prepared / "text" / "tok.test.de")]
-    assert lines(prepared / "text" / "lower-cased-tokens.test.de") == tokens and "lower case" in papers["preprocessing"]
+    assert lines(prepared / "text" / "lower-cased-tokens.test.de") == tokens and papers["preprocessing"].startswith(
+        "lower-casing, "
+    )
     assert (save / "score.txt").read_text() in done.stdout
     bleu = sacrebleu.corpus_bleu(hypotheses, [lines(prepared / "text" / "raw.test.de")]).score
     assert scores[0]["score"] == pytest.approx(bleu, abs=0.01)

@@ -129,6 +129,7 @@ def test_bad_options(tmp_path):
         (["--layers", "softmax,hmm"], "--layers names 'hmm', allowed are softmax, mos,"),
         (["--layers", ""], "--layers is empty"),
         (["--layers", "gss,gss"], "names one twice"),
+        (["--layers", "--updates", "9"], "--layers needs a value"),
         (["--speed", "9"], "unknown option --speed"),
     ]:
         run = quickstart(*options, *(["--out", tmp_path / "out"] if options[0] != "--speed" else []))

@@ -243,10 +243,10 @@ def test_a_page_gets_its_tables(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder("one", train_log=start() + epoch(1, 274, 200.5))
     page, block = tmp_path / "page.md", "<!-- collect_results.py one --columns 'seed,valid ppl' -->\n{}<!-- end -->"
-    page.write_text(f"# Title\n{block.format('old')}\ntext\n{block.format('')}\n")
+    page.write_text(f"# `<!-- collect_results.py …`\n{block.format('old')}\ntext\n{block.format('')}\n")
     collect_results.main(["--page", "page.md"])
     filled = block.format("\n| seed | valid ppl |\n| --- | --- |\n| 7 | 200.50 |\n")
-    assert page.read_text() == f"# Title\n{filled}\ntext\n{filled}\n"
+    assert page.read_text() == f"# `<!-- collect_results.py …`\n{filled}\ntext\n{filled}\n"
     before = page.read_text().replace("one --", "two --")
     page.write_text(before)
     with pytest.raises(UserError, match="two is no folder"):
@@ -345,6 +345,11 @@ def test_a_link_stays_one_and_a_pipe_is_written_to(folder, tmp_path):
     reader = subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE)
     collect_results.main([run, "--csv", str(tmp_path / "pipe")])
     assert reader.communicate(timeout=60)[0] == (tmp_path / "real.csv").read_bytes()
+    (tmp_path / "plot.png").symlink_to("picture")
+    collect_results.main([run, "--plot", str(tmp_path / "plot.png")])
+    assert (tmp_path / "picture").read_bytes().startswith(b"\x89PNG") and (tmp_path / "plot.png").is_symlink()
+    with pytest.raises(UserError, match="cannot be written: File name too long"):
+        collect_results.main([run, "--csv", str(tmp_path / ("a" * 250))])
     assert (tmp_path / "pipe").is_fifo()
 
 

@@ -64,6 +64,11 @@ def test_page_by_hand(folder, capsys):
     assert (folder / "page.md").read_text() == PAGE and capsys.readouterr().out == ""
 
 
+def test_utterances_without_words():
+    context = "<other> <d> <me> <other> hi <mexico> <me>"
+    assert compare_replies.utterances(context) == ["other: <d>", "me: ", "other: hi <mexico>", "me: "]
+
+
 def test_mistakes(folder):
     def mistake(*args):
         with pytest.raises(UserError) as error:
