@@ -41,6 +41,7 @@ from mixtape_plugin.evaluation.language_model import load_language_model, score,
 WEIGHTS = [0.05, 0.1, 0.15, 0.2, 0.3]
 THETAS = [0.1, 0.3, 0.66, 1.0, 1.5]
 WINDOWS = {"ptb": [100, 500, 2000], "wikitext2": [500, 2000, 3785]}
+MAX_WINDOW = 10**9  # more than any text's
 
 
 def parse_args(argv: Sequence[str] | None) -> Namespace:
@@ -63,9 +64,6 @@ def parse_args(argv: Sequence[str] | None) -> Namespace:
     args.windows = args.windows or WINDOWS[args.dataset]
     check(args)
     return args
-
-
-MAX_WINDOW = 10**9  # more than any text's
 
 
 def check(args: Namespace) -> None:
