@@ -1,7 +1,7 @@
 """Mixtape from other initial values, which its paper does not give: layers for ``--user-dir examples/initial_values``.
 
-One ablation each; none has been trained to an end so far. Also how layers of your own are trained without a change to
-the plugin: a package that calls ``mixtape_plugin.register()`` and adds rows to ``OUTPUT_LAYERS``.
+One ablation each; docs/results.md has the first, mixtape-xavier. Also how layers of your own are trained without a
+change to the plugin: a package that calls ``mixtape_plugin.register()`` and adds rows to ``OUTPUT_LAYERS``.
 """
 
 import sys
