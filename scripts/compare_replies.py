@@ -14,18 +14,15 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
+from itertools import zip_longest
 from pathlib import Path
 from typing import Sequence
 
 import start
 
 from mixtape_plugin.analysis.files import read_lines, write_whole
+from mixtape_plugin.analysis.results import table
 from mixtape_plugin.errors import UserError
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    rows = [header, ["---"] * len(header), *rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows] + [""]
 
 
 def variety(name: str, replies: Sequence[Sequence[str]]) -> list[str]:
@@ -44,17 +41,15 @@ def utterances(context: str) -> list[str]:
 
 def compare(trainings: dict, contexts: Sequence[str], responses: Sequence[str], shown: Sequence[int], last: int) -> str:
     """The page. ``trainings`` has for each name the replies to each context, best first."""
+    text = f"Best replies to {len(contexts):,} contexts:\n\n"
     rows = [variety(name, replies) for name, replies in trainings.items()]
-    text = [f"Best replies to {len(contexts):,} contexts:", ""]
     text += table(["training", "different", "most frequent", "words"], rows)
     for number in shown:
-        text += [f"**Context {number:,}**", ""] + [f"- {line}" for line in utterances(contexts[number - 1])[-last:]]
-        text += [f"- the response: {responses[number - 1]}", ""]
-        columns = [replies[number - 1] for replies in trainings.values()]
-        depth = max(map(len, columns))
-        rows = [[column[i] if i < len(column) else "" for column in columns] for i in range(depth)]
-        text += table(["", *trainings], [[str(i), *row] for i, row in enumerate(rows, 1)])
-    return "\n".join(line.replace("<", "&lt;") for line in text)  # <unk> is no HTML
+        said = [*utterances(contexts[number - 1])[-last:], f"the response: {responses[number - 1]}"]
+        text += f"\n**Context {number:,}**\n\n" + "".join(f"- {line}\n" for line in said) + "\n"
+        rows = zip_longest(*(replies[number - 1] for replies in trainings.values()), fillvalue="")
+        text += table(["", *trainings], ([str(i), *row] for i, row in enumerate(rows, 1)))
+    return text.replace("<", "&lt;")  # <unk> is no HTML
 
 
 def read(path: Path, size: int | None = None) -> list[str]:

@@ -151,10 +151,7 @@ def test_refuses_an_output_without_a_name(output, tmp_path):
 
 
 def test_refuses_what_is_no_tensor(tmp_path):
-    path = save(tmp_path / "1.pt")
-    state = torch.load(path, weights_only=False)
-    state["model"]["steps"] = 3
-    torch.save(state, path)
+    path = save(tmp_path / "1.pt", steps=3)
     with pytest.raises(UserError, match="1.pt holds something else than tensors under 'model'"):
         script.main(["--inputs", path, "--output", str(tmp_path / "out.pt")])
     assert not (tmp_path / "out.pt").exists()
