@@ -14,7 +14,7 @@ from mixtape_plugin.criterions.output_layer_cross_entropy import (
     OutputLayerCrossEntropy,
     OutputLayerCrossEntropyConfig,
 )
-from mixtape_plugin.errors import check_values
+from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.kernels.precision import at_least_float32
 
 
@@ -27,11 +27,13 @@ class AWDLSTMCrossEntropyConfig(OutputLayerCrossEntropyConfig):
 
 @register_criterion("awd_lstm_cross_entropy", dataclass=AWDLSTMCrossEntropyConfig)
 class AWDLSTMCrossEntropy(OutputLayerCrossEntropy):
-    """In training, mean NLL + α·mean(m²) + β·mean((h_{t+1} − h_t)²) (Merity et al. 2018, section 4.3), m the last
-    layer's output after dropout and h before it. In evaluation the NLL alone; perplexity is of the NLL always.
+    """In training, mean NLL + α·mean(m²) + β·mean((h_{t+1} − h_t)²) (Merity et al. 2018, section 4.6), m the last
+    layer's output after dropout and h before it, over all steps of a batch. In evaluation without the penalties;
+    perplexity is of the NLL always, with label smoothing too.
 
     Raises:
-        UserError: α or β below 0, or what :class:`OutputLayerCrossEntropy` raises.
+        UserError: α or β below 0; a model that does not tell its last layer's output; or what
+            :class:`OutputLayerCrossEntropy` raises.
     """
 
     def __init__(
@@ -54,6 +56,11 @@ class AWDLSTMCrossEntropy(OutputLayerCrossEntropy):
         """α·mean(m²) + β·mean((h_{t+1} − h_t)²) for m, h [B, T, D]; a segment of one step has no second term."""
         dtype = at_least_float32(features.dtype)
         penalty = self.ar_alpha * features.to(dtype).pow(2).mean()
+        if "last_hidden" not in extra:
+            raise UserError(
+                "--criterion awd_lstm_cross_entropy needs the last layer's output, as awd_lstm_lm gives it: "
+                "use output_layer_cross_entropy with other models"
+            )
         hidden = extra["last_hidden"].to(dtype)
         if hidden.size(1) > 1:
             penalty = penalty + self.tar_beta * (hidden[:, 1:] - hidden[:, :-1]).pow(2).mean()

@@ -8,6 +8,7 @@ import torch
 from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.dataclass import FairseqDataclass
+from fairseq.dataclass.constants import DDP_BACKEND_CHOICES
 from fairseq.models import BaseFairseqModel
 from fairseq.tasks import FairseqTask
 from omegaconf import II
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.output_layers import OutputLayer
+from mixtape_plugin.output_layers.base import MAX_SCORES
 
 
 @dataclass
@@ -22,6 +24,9 @@ class OutputLayerCrossEntropyConfig(FairseqDataclass):
     label_smoothing: float = field(default=0.0, metadata={"help": "epsilon, the mass spread over the other tokens"})
     report_accuracy: bool = field(default=False, metadata={"help": "log how often the target is the top token"})
     sentence_avg: bool = II("optimization.sentence_avg")
+    ddp_backend: DDP_BACKEND_CHOICES = II("distributed_training.ddp_backend")
+    find_unused_parameters: bool = II("distributed_training.find_unused_parameters")
+    distributed_world_size: int = II("distributed_training.distributed_world_size")
 
 
 @contextmanager
@@ -42,8 +47,19 @@ class OutputLayerCrossEntropy(FairseqCriterion):
     The same numbers and logs as fairseq's ``label_smoothed_cross_entropy`` (logs in bits, base 2).
 
     Raises:
-        UserError: ε outside [0, 1), or a model whose decoder has no output layer of this plugin.
+        UserError: ε outside [0, 1), a model whose decoder has no output layer of this plugin, or, in several processes,
+            a search for unused parameters by torch's DDP, which the loss, outside the model's forward, would confuse.
     """
+
+    @classmethod
+    def build_criterion(cls, cfg: OutputLayerCrossEntropyConfig, task: FairseqTask) -> "OutputLayerCrossEntropy":
+        searches = getattr(cfg, "find_unused_parameters", False) and cfg.distributed_world_size > 1
+        if searches and cfg.ddp_backend in ("c10d", "pytorch_ddp"):
+            raise UserError(
+                f"--find-unused-parameters is not allowed with --ddp-backend {cfg.ddp_backend} and the output layers' "
+                "losses, which torch would take for unused parameters: give --ddp-backend legacy_ddp"
+            )
+        return super().build_criterion(cfg, task)
 
     def __init__(
         self, task: FairseqTask, sentence_avg: bool, label_smoothing: float = 0.0, report_accuracy: bool = False
@@ -69,10 +85,11 @@ class OutputLayerCrossEntropy(FairseqCriterion):
         logging_output = {}
         loss, nll = layer.loss(features, target, label_smoothing=self.label_smoothing, ignore_index=self.padding_idx)
         if self.report_accuracy:
-            with torch.no_grad(), evaluating(layer):
-                top = layer(features).argmax(-1)
             counted = target.ne(self.padding_idx)
-            logging_output["n_correct"] = (top.eq(target) & counted).sum()
+            with torch.no_grad(), evaluating(layer):
+                chunks = features[counted].split(max(MAX_SCORES // layer.scores_per_token, 1))
+                top = torch.cat([layer(chunk).argmax(-1) for chunk in chunks])
+            logging_output["n_correct"] = top.eq(target[counted]).sum()
             logging_output["total"] = counted.sum()
         sample_size = target.size(0) if self.sentence_avg else sample["ntokens"]
         if self.training:

@@ -72,7 +72,8 @@ def let_amp_use_its_optimizer() -> None:
 
     fairseq unscales the gradients of torch's optimizer, and hands its own to the scaler for the step, which unscales
     those of an optimizer that it has not seen yet: once more. Adam hides that, SGD's steps are too small by the scale.
-    And it saves the state of torch's optimizer, which is not all: nt_asgd has its phase, and weights of its own.
+    And it saves the state of torch's optimizer, which is not all: nt_asgd has its phase, and weights of its own, and
+    the scaler has its scale. On a CPU, where the scaler is disabled, it now says that gradients are not finite.
     """
 
     def step(_):
@@ -82,10 +83,29 @@ def let_amp_use_its_optimizer() -> None:
 
         return step_of_torchs_optimizer
 
+    def clipper(clip_grad_norm):
+        def clip_grad_norm_or_say(self, max_norm, aggregate_norm_fn=None):
+            if self.scaler.is_enabled():
+                return clip_grad_norm(self, max_norm, aggregate_norm_fn)
+            norm = self.fp32_optimizer.clip_grad_norm(max_norm, aggregate_norm_fn)
+            if not torch.isfinite(norm).all():
+                raise FloatingPointError("gradients are Nan/Inf")
+            return norm
+
+        return clip_grad_norm_or_say
+
+    def state_dict_with_scale(self):
+        state, scale = self.fp32_optimizer.state_dict(), self.scaler.state_dict()
+        return {**state, "grad_scaler": scale} if scale else state
+
+    def load_state_dict_with_scale(self, state_dict, optimizer_overrides=None):
+        state_dict = dict(state_dict)
+        scale = state_dict.pop("grad_scaler", None)  # older checkpoints have none
+        self.fp32_optimizer.load_state_dict(state_dict, optimizer_overrides)
+        if scale:
+            self.scaler.load_state_dict(scale)
+
     replace(AMPOptimizer, "step", step)
-    replace(AMPOptimizer, "state_dict", lambda _: lambda self: self.fp32_optimizer.state_dict())
-    replace(
-        AMPOptimizer,
-        "load_state_dict",
-        lambda _: lambda self, *args, **kwargs: self.fp32_optimizer.load_state_dict(*args, **kwargs),
-    )
+    replace(AMPOptimizer, "clip_grad_norm", clipper)
+    replace(AMPOptimizer, "state_dict", lambda _: state_dict_with_scale)
+    replace(AMPOptimizer, "load_state_dict", lambda _: load_state_dict_with_scale)

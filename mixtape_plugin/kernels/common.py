@@ -117,7 +117,7 @@ class FusedLoss:
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
                 return _GradientInForward.apply(self, list(inputs), *tensors)
             self.run(inputs, [False] * len(inputs))
-            return self.loss, self.nll
+            return self.loss, self.nll.clone()
 
     def run(self, inputs: dict, needed: Sequence[bool]) -> None:
         """Goes through all chunks, for the gradients of those inputs that need one."""

@@ -73,7 +73,7 @@ class PiecewiseLinear(Curve):
     """A continuous f of K pieces over [−T, T], δ = 2T/K wide each, with slopes s; the end pieces go on beyond ±T.
 
     u = (z + T)/δ, i = floor(u) within [0, K), r = u − i: f = C_i + δ·r·s_i, C_i = δ·(Σ_{j<i} s_j − Σ_{j<K/2} s_j), so
-    that f(0) = 0 and values stay small. C is summed in float64.
+    that values stay small and, for an even K, f(0) = 0. C is summed in float64.
 
     With B_j = Σ_{i=j} dF and A_j = Σ_{i=j} dF·r over all scores, dL/ds_j = δ·(A_j + Σ_{i>j} B_i); centring C changes
     nothing, for Σ_j B_j = 0. On a CPU the sums over scores are in one order, and so equal to the last bit each time.

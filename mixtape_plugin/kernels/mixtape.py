@@ -76,13 +76,12 @@ def mixtape_scores(
     weight: Tensor,
     gate_weight: Tensor,
     bias: Tensor,
-    noise: float = 0.0,
 ) -> Tensor:
     """Scores [N, V] of Mixtape, for inference: arguments as of :func:`mixtape_loss`."""
     dtype = compute_dtype(contexts)
     contexts, prior, gate_contexts = (tensor.to(dtype) for tensor in (contexts, prior, gate_contexts))
     with torch.autocast(contexts.device.type, enabled=False):
-        write = ScoreWriter(len(contexts), contexts.size(1), weight, gate_weight, dtype, noise)
+        write = ScoreWriter(len(contexts), contexts.size(1), weight, gate_weight, dtype, noise=0.0)
         scores = contexts.new_empty(len(contexts), len(weight))
         for rows in write.slices:
             write(contexts[rows], prior[rows], gate_contexts[rows], scores[rows])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mixtape_plugin.errors import UserError
 from mixtape_plugin.kernels.common import FusedLoss, Smoothing, chunks, longest
 from mixtape_plugin.kernels.curves import Curve
 from mixtape_plugin.kernels.precision import compute_dtype, score_bytes
@@ -96,6 +97,13 @@ class CurveSoftmaxLoss(SoftmaxLoss):
         self.curve = curve
 
     def begin(self, contexts: Tensor, weight: Tensor, bias: Tensor, **curve_inputs) -> list:
+        if self.needs_gradient and not self.curve.inputs:
+            with torch.enable_grad():
+                if self.curve.value(weight.new_zeros(1, dtype=self.wide)).requires_grad:
+                    raise UserError(
+                        f"{type(self.curve).__name__} depends on tensors that want a gradient, and a fused loss has "
+                        "one only for those that its inputs name: name them there, or use --output-impl eager"
+                    )
         self.curve.begin(self.wide, any(self.grad[name] is not None for name in curve_inputs))
         return super().begin(contexts, weight, bias)
 

@@ -68,7 +68,7 @@ def check_options(args: Namespace) -> None:
     """Raises UserError for the first of the network's options whose value is not allowed."""
     rates = ("dropout", "input_dropout", "hidden_dropout", "embedding_dropout", "weight_dropout")
     allowed = {name: (0 <= getattr(args, name) < 1, "from 0 to less than 1") for name in rates}
-    allowed["embedding_noise"] = (0 <= args.embedding_noise < float("inf"), "0 or more")
+    allowed["embedding_noise"] = (args.embedding_noise >= 0, "0 or more")
     check_values(args, {"embed_dim": (args.embed_dim >= 1, "at least 1"), **allowed})
 
 
@@ -263,7 +263,7 @@ def register_architecture(name: str, defaults: dict) -> None:
 
 
 # Merity et al. 2018. Yang et al. 2018, with the values of the authors' README, which reproduce, where the paper's
-# Table 8 has others. Yang et al. 2019 gives K, r, gate noise and weight norm, but no sizes: these are ours, chosen for
+# Table 8 has others. Yang et al. 2019 gives K, r and weight norm, but no sizes: these are ours, chosen for
 # MoS's number of parameters within 0.1%, with its embedding and last layer. Its gate dropout on language models is not
 # given either: it is that of En-De.
 AWD_PTB = dict(output_layer="softmax", embed_dim=400, hidden_sizes="1150,1150,400")

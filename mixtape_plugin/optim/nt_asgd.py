@@ -102,6 +102,8 @@ class NTASGD(FairseqOptimizer):
                 "--optimizer nt_asgd starts averaging by validation, which --disable-validation leaves out: "
                 "give --averaging-epoch"
             )
+        if cfg.dataset.disable_validation and self.cfg.stop_when_nonmonotone:
+            raise UserError("--stop-when-nonmonotone ends by validation, which --disable-validation leaves out")
 
     def begin_epoch(self, epoch: int) -> None:
         """Starts averaging if its time has come by ``--averaging-epoch``; epochs count from 1."""
@@ -118,6 +120,11 @@ class NTASGD(FairseqOptimizer):
         if len(self.history) > n and valid_loss > min(self.history[:-n]):
             if self.phase == "asgd":
                 self.finished = self.cfg.stop_when_nonmonotone
+                if self.finished:
+                    logger.info(
+                        f"validation loss {valid_loss:.4f} is above the lowest of all but the last {n} epochs "
+                        f"({min(self.history[:-n]):.4f}): --stop-when-nonmonotone ends the training"
+                    )
             elif self.cfg.averaging_epoch is None:
                 logger.info(
                     f"validation loss {valid_loss:.4f} is above the lowest of all but the last {n} epochs "
@@ -181,7 +188,7 @@ class NTASGD(FairseqOptimizer):
         raw = state_dict["raw"]
         self._raw = raw and [weight.to(parameter) for weight, parameter in zip(raw, self.params)]
         self.history = list(state_dict["history"])
-        self.finished = state_dict["finished"]
+        self.finished = state_dict["finished"] and self.cfg.stop_when_nonmonotone
 
 
 def find_nt_asgd(optimizer: FairseqOptimizer) -> Optional[NTASGD]:

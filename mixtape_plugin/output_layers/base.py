@@ -22,7 +22,8 @@ from mixtape_plugin.output_layers.config import OutputLayerConfig
 if TYPE_CHECKING:
     from fairseq.data import Dictionary
 
-# Scores held at once by the eager loss: 1 GiB in float32. A loss over more of them goes through them in chunks.
+# Scores that the eager loss computes at once: 1 GiB in float32, a few times that with what autograd keeps of them. A
+# loss over more of them goes through them in chunks.
 MAX_SCORES = 2**28
 # How fairseq lets a parameter ask for it.
 NO_WEIGHT_DECAY = {"optimizer": {"weight_decay_scale": 0.0}}
@@ -50,11 +51,10 @@ def cross_entropy(
     log_probs, target = log_probs[keep], target[keep]
     nll = -log_probs.gather(-1, target.unsqueeze(-1)).sum()
     if label_smoothing == 0:
-        return nll, nll
+        return nll, nll.clone()
     if vocabulary_mask is not None:
         log_probs = log_probs[:, ~vocabulary_mask]
-    epsilon = label_smoothing / (log_probs.size(-1) - 1)
-    return (1 - label_smoothing - epsilon) * nll - epsilon * log_probs.sum(), nll
+    return Smoothing.over(log_probs.size(-1), label_smoothing).loss(nll, -log_probs.sum()), nll
 
 
 class OutputLayer(nn.Module):
@@ -73,6 +73,7 @@ class OutputLayer(nn.Module):
 
     Raises:
         UserError: without a projection, E differs from D; ``--output-impl fused`` where there is no fused loss.
+        ValueError: ``tied_weight`` has other than V rows, or a masked token is no id.
     """
 
     #: Its name in a table.
@@ -113,6 +114,10 @@ class OutputLayer(nn.Module):
                 f"--output-impl fused is not allowed: --output-layer {config.output_layer} has no fused loss; "
                 "auto or eager"
             )
+        if tied_weight is not None and len(tied_weight) != vocab_size:
+            raise ValueError(f"a tied embedding needs {vocab_size} rows, one for each token, not {len(tied_weight)}")
+        if not all(0 <= token < vocab_size for token in masked_tokens):
+            raise ValueError(f"masked tokens must be ids from 0 to {vocab_size - 1}, not {list(masked_tokens)}")
         if tied_weight is None:
             tied_weight = nn.Parameter(torch.empty(vocab_size, self.embed_dim))
             nn.init.normal_(tied_weight, std=self.embed_dim**-0.5)
@@ -122,7 +127,7 @@ class OutputLayer(nn.Module):
         self.context_scale = nn.Parameter(torch.tensor([float(config.context_scale)])) if config.context_scale else None
         if self.context_scale is not None:
             self.context_scale.optim_overrides = NO_WEIGHT_DECAY
-        self.masked_tokens = tuple(masked_tokens)
+        self.masked_tokens = tuple(sorted(set(masked_tokens)))
         mask = None
         if self.masked_tokens:
             mask = torch.zeros(vocab_size, dtype=torch.bool)
@@ -204,14 +209,16 @@ class OutputLayer(nn.Module):
         With label smoothing, a fused loss alone can be differentiated, its negative log-likelihood cannot.
 
         Raises:
-            ValueError: there is not one target for each context.
+            ValueError: there is not one target for each context; ε is outside [0, 1).
         """
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing {label_smoothing} is not allowed: from 0 to less than 1")
         if features.shape[:-1] != target.shape:
             raise ValueError(f"features {list(features.shape)} need one target each, not {list(target.shape)}")
         impl = self.config.output_impl
-        if impl == "eager" or (impl == "auto" and type(self).fused_loss is OutputLayer.fused_loss):
+        if impl == "eager" or (impl == "auto" and not self.has_fused_loss()):
             return self.eager_loss(features, target, label_smoothing, ignore_index)
-        smoothing = Smoothing.over(self.vocab_size - len(set(self.masked_tokens)), label_smoothing)
+        smoothing = Smoothing.over(self.vocab_size - len(self.masked_tokens), label_smoothing)
         leading, counted = target.shape, target.flatten().ne(ignore_index)
         index = None if counted.all() else counted.nonzero().squeeze(1)  # asked of the GPU once for all
         target = rows(target, leading, index)

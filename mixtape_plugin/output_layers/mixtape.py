@@ -53,7 +53,7 @@ class Mixtape(MixtureLayer):
     leave gates of their own to no token that can be predicted, and the layer would be a mixture of contexts. That is
     refused; S is not raised, for checkpoints have parameters of its size.
 
-    With a gradient, :meth:`forward` holds K + K−1 tensors [..., S].
+    With a gradient, :meth:`forward` keeps 3·(K−1) tensors [..., S] for the backward pass.
 
     Raises:
         UserError: K < 2, or none of the first S = round(r·V) tokens can be predicted.

@@ -17,7 +17,7 @@ class MixtureOfSoftmaxes(MixtureLayer):
     (MoS, section 2.4).
 
     :meth:`forward` returns log-probabilities in float32 or better, which are scores of themselves. With a gradient, it
-    holds [..., K, V].
+    keeps two tensors [..., K, V] for the backward pass.
 
     Differs from the authors' code: that takes log(p + 1e-8), whose mass is 1 + V·1e-8; here the logarithm is a
     log-sum-exp.

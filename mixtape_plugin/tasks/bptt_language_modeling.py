@@ -70,8 +70,8 @@ def check_options(args: BpttLanguageModelingConfig) -> None:
         "short_segment_probability": (0 <= args.short_segment_probability <= 1, "from 0 to 1"),
         "min_segment_length": (args.min_segment_length >= 1, "at least 1"),
         "max_segment_length": (
-            args.max_segment_length is None or args.max_segment_length >= 1,
-            "at least 1, or left out",
+            args.max_segment_length is None or args.max_segment_length >= max(args.min_segment_length, 1),
+            f"at least 1 and --min-segment-length {args.min_segment_length}, or left out",
         ),
         "small_batch_size": (args.small_batch_size is None or args.small_batch_size >= 1, "at least 1, or left out"),
     }
@@ -96,8 +96,9 @@ class BpttLanguageModelingTask(LanguageModelingTask):
 
     Raises:
         UserError: an option's value is not allowed; no ``--batch-size``; ``--skip-remainder-batch``; a text with a
-            symbol that is masked; a checkpoint of another dictionary or ``--remove-eos``, or of the middle of an epoch
-            with other segments; a loss that is not finite, in validation or in training without a loss scale.
+            symbol that is masked; a model that keeps no hidden state; a prompt to continue with ``--remove-eos``; a
+            checkpoint of another dictionary or ``--remove-eos``, or of the middle of an epoch with other segments; a
+            loss that is not finite, in validation or in training without a loss scale.
     """
 
     def __init__(
@@ -155,7 +156,13 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             with open_dict(args):
                 for option, value in LANGUAGE_MODEL_GATES.items():
                     args.setdefault(option, value)
-        return super().build_model(args, from_checkpoint)
+        model = super().build_model(args, from_checkpoint)
+        if not hasattr(model.decoder, "states"):
+            raise UserError(
+                f"--task bptt_language_modeling needs a model that keeps its hidden state, such as awd_lstm_lm, not "
+                f"{type(model).__name__}: use --task language_modeling with it"
+            )
+        return model
 
     def build_criterion(self, cfg: DictConfig, *args, **kwargs) -> FairseqCriterion:
         if cfg._name == "label_smoothed_cross_entropy" and cfg.label_smoothing > 0:
@@ -263,6 +270,13 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             raise UserError(f"--context-window {context_window} is not allowed: the hidden state is the context, 0")
         return self.get_batch_iterator(dataset, max_sentences=batch_size or 1, **kwargs).next_epoch_itr(shuffle=False)
 
+    def inference_step(self, *args, **kwargs) -> List[List[dict]]:
+        if self.args.remove_eos:
+            raise UserError(
+                "a model of --remove-eos predicts no </s>, where fairseq's search ends: it cannot continue a prompt"
+            )
+        return super().inference_step(*args, **kwargs)
+
     # ---------------------------------------------------------------------------------------------- training
 
     def begin_epoch(self, epoch: int, model: BaseFairseqModel) -> None:
@@ -292,8 +306,9 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             self.lr_scales = []
             begin = (self.epoch, sample["segment"])
             if begin == self.update_begin:  # --amp tries it again
-                model.decoder.states.update(self.states_before)
-            self.update_begin, self.states_before = begin, dict(model.decoder.states)
+                model.decoder.states = self.states_before
+            first = sample["net_input"]["first_segment"]  # what is kept there is of the epoch before
+            self.update_begin, self.states_before = begin, {} if first else dict(model.decoder.states)
         self.lr_scales.append(sample["lr_scale"])
         self.epoch_ended = sample["last_segment"]
         loss, sample_size, logging_output = 0.0, 0, {}
@@ -307,7 +322,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
                 raise UserError(
                     f"the loss is {loss.item()} at update {update_num + 1} (epoch {self.epoch}): {AFTER_DIVERGENCE}"
                 )
-            model.decoder.states.update(self.states_before)  # it skips such an update, whose state may be no number
+            model.decoder.states = dict(self.states_before)  # it skips such an update, whose state may be no number
         return loss, sample_size, logging_output
 
     def small_batches(self, sample: dict) -> List[dict]:

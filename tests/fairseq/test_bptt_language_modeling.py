@@ -4,6 +4,7 @@ import math
 import shutil
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -414,7 +415,7 @@ def test_shards_one_an_epoch(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_characters_without_lines(tmp_path):
+def test_characters_without_lines(tmp_path, monkeypatch):
     """27 symbols, </s> and <unk> masked: bits per character of a uniform model are log2 27."""
     letters = "abcdefghijklmnopqrstuvwxyz_"
     for split, repeats in ("train", 40), ("valid", 10):
@@ -429,6 +430,10 @@ def test_characters_without_lines(tmp_path):
     assert evaluate(tmp_path / "bin", path, "--gen-subset", "valid", "--remove-eos")[1] == 270
     with pytest.raises(UserError, match="the checkpoint was trained with --remove-eos: do the same here"):
         evaluate(tmp_path / "bin", path, "--gen-subset", "valid")
+    monkeypatch.setattr("fairseq_cli.interactive.fileinput.input", lambda **_: open_lines(["a b c"]))
+    args = "--task bptt_language_modeling --remove-eos --cpu --path".split()
+    with pytest.raises(UserError, match="predicts no </s>, .*: it cannot continue a prompt"):
+        run("interactive", tmp_path / "bin", "--user-dir", USER_DIR, *args, path)
 
 
 # --------------------------------------------------------------------------------------------------- bad input
@@ -442,7 +447,8 @@ def test_characters_without_lines(tmp_path):
         ("--segment-length-std", math.inf, "0 or more, and finite"),
         ("--short-segment-probability", 1.5, "from 0 to 1"),
         ("--min-segment-length", 0, "at least 1"),
-        ("--max-segment-length", 0, "at least 1, or left out"),
+        ("--max-segment-length", 0, "at least 1 and"),
+        ("--max-segment-length", 4, "at least 1 and --min-segment-length 5, or left out"),
         ("--small-batch-size", 0, "at least 1, or left out"),
         ("--embed-dim", 0, "at least 1"),
         ("--hidden-sizes", "12,x", "whole numbers"),
@@ -576,7 +582,8 @@ def test_validation_loss_that_is_not_finite_keeps_the_last_checkpoint(save, text
 
 
 @pytest.mark.slow
-def test_gradients_that_are_not_finite_are_one_sentence(text, tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags", [[], ["--amp"]])
+def test_gradients_that_are_not_finite_are_one_sentence(flags, text, tmp_path, monkeypatch):
     train_step = BpttLanguageModelingTask.train_step
 
     def poison(task, sample, model, criterion, optimizer, update_num, *args, **kwargs):
@@ -587,7 +594,7 @@ def test_gradients_that_are_not_finite_are_one_sentence(text, tmp_path, monkeypa
 
     monkeypatch.setattr(BpttLanguageModelingTask, "train_step", poison)
     with pytest.raises(UserError, match="^gradients are Nan/Inf at update 4: lower --lr"):
-        run("train", *lm_args(text, tmp_path, "--max-epoch", 1, "--save-interval-updates", 2))
+        run("train", *lm_args(text, tmp_path, "--max-epoch", 1, "--save-interval-updates", 2, *flags))
     assert (tmp_path / "checkpoint_1_2.pt").exists()
 
 
@@ -614,13 +621,38 @@ def test_a_loss_that_overflows_is_left_to_the_loss_scale(text, tmp_path, monkeyp
     assert_same_parameters(*paths, rtol=0, atol=0)
 
 
+@pytest.mark.slow
+def test_an_update_given_up_in_an_epochs_first_segment_leaves_no_state(text, trained):
+    """--fp16 goes on with the segment after it, whose hidden state is not that of the epoch before."""
+    model, task = load_language_model(str(trained[0]), str(text))
+    task.epoch, model.decoder.states = 2, {"train": "of the epoch before"}
+
+    def overflow(model, sample):
+        model.decoder.states["train"] = "of the segment"
+        return torch.tensor(math.inf), 1, {}
+
+    optimizer = SimpleNamespace(scaler=object(), backward=lambda loss: None)
+    sample = {"net_input": {"first_segment": True}, "segment": 0, "lr_scale": 1, "last_segment": False, "nsentences": 4}
+    task.train_step(sample, model, overflow, optimizer, 9)
+    assert model.decoder.states == {}
+
+
 def test_nt_asgd_that_would_be_sgd_to_its_end_is_refused(text, tmp_path):
     with pytest.raises(UserError, match="needs --task bptt_language_modeling, not LanguageModelingTask"):
         run("train", *lm_args(text, tmp_path, "--task", "language_modeling", "--tokens-per-sample", 20))
     with pytest.raises(UserError, match="which --disable-validation leaves out: give --averaging-epoch"):
         run("train", *lm_args(text, tmp_path, "--disable-validation"))
+    with pytest.raises(UserError, match="--stop-when-nonmonotone ends by validation, which --disable-validation"):
+        more = "--disable-validation --averaging-epoch 0 --stop-when-nonmonotone".split()
+        run("train", *lm_args(text, tmp_path, *more))
     with pytest.raises(UserError, match="does not go with --use-bmuf"):
         run("train", *lm_args(text, tmp_path, "--use-bmuf"))
+
+
+def test_a_model_without_a_hidden_state_is_refused(text, tmp_path):
+    more = "--task bptt_language_modeling --arch lstm_lm --decoder-layers 1 --batch-size 4 --cpu".split()
+    with pytest.raises(UserError, match="needs a model that keeps its hidden state, .* not LSTMLanguageModel"):
+        run("train", text, "--save-dir", tmp_path, "--user-dir", USER_DIR, *more)
 
 
 def test_an_epoch_without_its_end_is_refused(text, tmp_path):

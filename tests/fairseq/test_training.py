@@ -27,6 +27,8 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq_cli.train import should_stop_early
 
+from mixtape_plugin.criterions import output_layer_cross_entropy
+from mixtape_plugin.criterions.awd_lstm_cross_entropy import AWDLSTMCrossEntropy
 from mixtape_plugin.criterions.output_layer_cross_entropy import OutputLayerCrossEntropy
 from mixtape_plugin.errors import UserError
 
@@ -90,12 +92,13 @@ def test_criterion_equals_fairseqs_own(output_layer, sentence_avg):
 
 
 @pytest.mark.parametrize("output_layer", LAYERS)
-def test_reporting_accuracy_draws_nothing(output_layer):
+def test_reporting_accuracy_draws_nothing(output_layer, monkeypatch):
     """The losses after it are those of a training without it, and it counts what the layer finds without dropout."""
     dictionary = make_dictionary()
     dropouts = dict(gate_noise=0.5, gate_dropout=0.5, context_dropout=0.5)
     model = build_small_model(dictionary=dictionary, output_layer=output_layer, **dropouts)
-    model.decoder.output_projection.train()
+    layer = model.decoder.output_projection.train()
+    monkeypatch.setattr(output_layer_cross_entropy, "MAX_SCORES", 4 * layer.scores_per_token)  # chunks of 4 targets
     sample, losses = make_sample(dictionary), []
     for report in False, True:
         criterion = OutputLayerCrossEntropy(SimpleNamespace(target_dictionary=dictionary), False, 0.1, report)
@@ -107,6 +110,13 @@ def test_reporting_accuracy_draws_nothing(output_layer):
     scores, _ = model.eval()(**sample["net_input"])
     correct = (scores.argmax(-1) == sample["target"]) & (sample["target"] != dictionary.pad())
     assert logs[1]["n_correct"] == correct.sum()
+
+
+def test_penalties_of_a_transformer_are_refused():
+    dictionary = make_dictionary()
+    criterion = AWDLSTMCrossEntropy(SimpleNamespace(target_dictionary=dictionary), False)
+    with pytest.raises(UserError, match="awd_lstm_cross_entropy needs the last layer's output, .* with other models"):
+        criterion(build_small_model(dictionary=dictionary), make_sample(dictionary))
 
 
 @pytest.mark.slow

@@ -446,16 +446,23 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(case, label_smoothing
         assert peaks[1] - peaks[0] < 200 * vocab_size * item / 10
 
 
+@pytest.mark.parametrize("impl", ["eager", "fused"])
 @each_case
-def test_the_loss_can_be_changed_in_place(case):
-    """As eager's can: an output that is a view of something inside could not."""
-    layer = build(case)
+def test_the_loss_can_be_changed_in_place(case, impl):
+    """An output that is a view of something inside could not; and the negative log-likelihood stays what it was."""
+    layer = build(case, output_impl=impl)
     features, target = random_batch(layer, 3)
-    loss, _ = layer.loss(features.requires_grad_(), target)
+    loss, nll = layer.loss(features.requires_grad_(), target)
+    before = nll.item()
     (expected,) = torch.autograd.grad(loss / 3, features, retain_graph=True)
     loss /= 3
     (actual,) = torch.autograd.grad(loss, features)
     torch.testing.assert_close(actual, expected)
+    assert nll.item() == before
+    with torch.no_grad():
+        loss, nll = layer.loss(features, target)
+        loss /= 3
+    assert nll.item() == pytest.approx(before)
 
 
 @each_case

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.kernels.curves import GeneralizedSigSoftmax, PiecewiseLinear
+from mixtape_plugin.kernels.curves import Curve, GeneralizedSigSoftmax, PiecewiseLinear
 from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer
+from mixtape_plugin.output_layers.monotone_softmax import MonotoneSoftmax
 
 N, D, V = 40, 5, 60
 LAYERS = ("sigsoftmax", "gss", "plif")
@@ -229,6 +230,34 @@ def test_numbers_that_are_none_reach_the_loss(impl):
             with torch.no_grad():
                 features[3, 2] = bad
             assert not layer.loss(features, target)[0].isfinite()
+
+
+def test_a_curve_that_hides_what_it_learns_is_refused():
+    """A fused loss could give its parameter no gradient; the eager one does."""
+
+    class Power(Curve):
+        def __init__(self, log_power):
+            self.log_power = log_power
+
+        def value(self, scores):
+            return scores * self.log_power.exp()
+
+    class PowerSoftmax(MonotoneSoftmax):
+        def build_parameters(self):
+            self.log_power = torch.nn.Parameter(torch.zeros(1))
+
+        def curve(self):
+            return Power(self.log_power)
+
+    features, target = batch()
+    eager = PowerSoftmax(OutputLayerConfig(output_layer="softmax", output_impl="eager"), D, V).double()
+    eager.loss(features, target)[0].backward()
+    assert eager.log_power.grad.abs() > 0
+    layer = PowerSoftmax(OutputLayerConfig(output_layer="softmax"), D, V).double()
+    with pytest.raises(UserError, match="Power depends on tensors that want a gradient.*or use --output-impl eager"):
+        layer.loss(features, target)
+    with torch.no_grad():
+        assert layer.loss(features, target)[0].isfinite()
 
 
 # ------------------------------------------------------------------------------------------------- slopes that stay

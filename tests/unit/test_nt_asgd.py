@@ -1,6 +1,7 @@
 """NT-ASGD step by step against torch.optim.SGD and torch.optim.ASGD driven by hand, and against the formulas."""
 
 import argparse
+import math
 
 import numpy as np
 import pytest
@@ -257,14 +258,14 @@ def test_a_resume_in_the_middle_of_an_epoch_is_bitwise(epochs, averaged, tmp_pat
     assert_bitwise(weights_of(resumed), weights_of(model))
 
 
-def save_and_load(model, optimizer, folder):
+def save_and_load(model, optimizer, folder, **options):
     """Model and optimizer through a file, into new objects that begin elsewhere."""
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "checkpoint.pt")
     checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
     model = build_model()
     for parameter in model.parameters():
         parameter.data.zero_()
-    optimizer = build_optimizer(model.parameters())
+    optimizer = build_optimizer(model.parameters(), **options)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     return model, optimizer
@@ -339,8 +340,9 @@ def test_fine_tuning_stops_where_averaging_would_start(losses, end, tmp_path):
             each.end_epoch(loss)
         if epoch == end:
             assert optimizer.finished
-            _, resumed = save_and_load(model, optimizer, tmp_path)
-            assert resumed.finished
+            for stop in True, False:  # a training that has ended goes on without the option
+                _, resumed = save_and_load(model, optimizer, tmp_path, stop_when_nonmonotone=stop)
+                assert resumed.finished == stop
             break
     assert optimizer.finished == (end is not None)
     assert not going_on.finished
@@ -375,6 +377,21 @@ def test_amp_divides_by_its_scale_once(name, more, enabled_loss_scale):
     optimizer.clip_grad_norm(0)
     optimizer.step()
     assert weight.tolist() == [-LR, -2 * LR, -3 * LR]
+
+
+def test_amp_keeps_its_scale(enabled_loss_scale):
+    cfg = {
+        "optimizer": {"_name": "nt_asgd", "lr": [LR], "weight_decay": 0.0},
+        "common": {"fp16_init_scale": 128, "min_loss_scale": 1e-4},
+    }
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    trained, resumed = (AMPOptimizer.build_optimizer(OmegaConf.create(cfg), [weight]) for weight in weights)
+    trained.backward((weights[0] * math.inf).sum())
+    trained.clip_grad_norm(0)
+    trained.step()
+    assert trained.scaler.get_scale() == 64
+    resumed.load_state_dict(trained.state_dict())
+    assert resumed.scaler.get_scale() == 64
 
 
 def test_another_optimizers_state_is_refused():

@@ -401,6 +401,22 @@ def test_tied_width_is_checked():
         build_output_layer(OutputLayerConfig(output_embed_dim=4), D, V, torch.nn.Parameter(torch.zeros(V, 5)))
 
 
+def test_tied_rows_and_masked_ids_are_checked():
+    with pytest.raises(ValueError, match=f"needs {V} rows, one for each token, not 16"):
+        build("softmax", tied_weight=torch.nn.Parameter(torch.zeros(16, D)))
+    for token in -1, V:
+        with pytest.raises(ValueError, match=f"ids from 0 to {V - 1}, not .*{token}"):
+            build_output_layer(OutputLayerConfig(output_layer="softmax"), D, V, masked_tokens=[3, token])
+
+
+@pytest.mark.parametrize("impl", ["eager", "auto"])
+def test_label_smoothing_is_checked(impl):
+    layer = build("softmax", feature_dim=D, output_impl=impl)
+    for value in -0.1, 1.0, math.nan:
+        with pytest.raises(ValueError, match=f"label_smoothing {value} is not allowed: from 0 to less than 1"):
+            layer.loss(torch.zeros(N, D).double(), random_targets(), label_smoothing=value)
+
+
 @pytest.mark.parametrize("other", ["softmax", "mos", "moc", "plif"])
 def test_parameters_of_another_layer_are_refused_in_a_sentence(other):
     state = build(other, feature_dim=E).state_dict()
