@@ -8,7 +8,6 @@ import torch
 from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.dataclass import FairseqDataclass
-from fairseq.dataclass.constants import DDP_BACKEND_CHOICES
 from fairseq.models import BaseFairseqModel
 from fairseq.tasks import FairseqTask
 from omegaconf import II
@@ -24,9 +23,6 @@ class OutputLayerCrossEntropyConfig(FairseqDataclass):
     label_smoothing: float = field(default=0.0, metadata={"help": "epsilon, the mass spread over the other tokens"})
     report_accuracy: bool = field(default=False, metadata={"help": "log how often the target is the top token"})
     sentence_avg: bool = II("optimization.sentence_avg")
-    ddp_backend: DDP_BACKEND_CHOICES = II("distributed_training.ddp_backend")
-    find_unused_parameters: bool = II("distributed_training.find_unused_parameters")
-    distributed_world_size: int = II("distributed_training.distributed_world_size")
 
 
 @contextmanager
@@ -47,19 +43,8 @@ class OutputLayerCrossEntropy(FairseqCriterion):
     The same numbers and logs as fairseq's ``label_smoothed_cross_entropy`` (logs in bits, base 2).
 
     Raises:
-        UserError: ε outside [0, 1), a model whose decoder has no output layer of this plugin, or, in several processes,
-            a search for unused parameters by torch's DDP, which the loss, outside the model's forward, would confuse.
+        UserError: ε outside [0, 1), or a model whose decoder has no output layer of this plugin.
     """
-
-    @classmethod
-    def build_criterion(cls, cfg: OutputLayerCrossEntropyConfig, task: FairseqTask) -> "OutputLayerCrossEntropy":
-        searches = getattr(cfg, "find_unused_parameters", False) and cfg.distributed_world_size > 1
-        if searches and cfg.ddp_backend in ("c10d", "pytorch_ddp"):
-            raise UserError(
-                f"--find-unused-parameters is not allowed with --ddp-backend {cfg.ddp_backend} and the output layers' "
-                "losses, which torch would take for unused parameters: give --ddp-backend legacy_ddp"
-            )
-        return super().build_criterion(cfg, task)
 
     def __init__(
         self, task: FairseqTask, sentence_avg: bool, label_smoothing: float = 0.0, report_accuracy: bool = False

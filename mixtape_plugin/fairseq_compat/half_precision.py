@@ -73,7 +73,7 @@ def let_amp_use_its_optimizer() -> None:
     fairseq unscales the gradients of torch's optimizer, and hands its own to the scaler for the step, which unscales
     those of an optimizer that it has not seen yet: once more. Adam hides that, SGD's steps are too small by the scale.
     And it saves the state of torch's optimizer, which is not all: nt_asgd has its phase, and weights of its own, and
-    the scaler has its scale. On a CPU, where the scaler is disabled, it now says that gradients are not finite.
+    the scaler has its scale. Without CUDA, where the scaler is disabled, it now says that gradients are not finite.
     """
 
     def step(_):

@@ -21,7 +21,7 @@ class Curve:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """The tensors that f depends on and that may get gradients, by name."""
+        """All tensors that f depends on and that may get gradients, by name; what is not named gets none."""
         return {}
 
     def value(self, scores: Tensor) -> Tensor:

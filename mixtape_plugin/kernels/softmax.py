@@ -11,7 +11,7 @@ from torch import Tensor
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.kernels.common import FusedLoss, Smoothing, chunks, longest
 from mixtape_plugin.kernels.curves import Curve
-from mixtape_plugin.kernels.precision import compute_dtype, score_bytes
+from mixtape_plugin.kernels.precision import at_least_float32, compute_dtype, score_bytes
 
 
 def softmax_loss(
@@ -32,9 +32,20 @@ def softmax_loss(
         target: [N].
         mask: [V], true where a token cannot be predicted.
         curve: f; None: f(z) = z.
+
+    Raises:
+        UserError: a curve without ``inputs`` depends on tensors that want a gradient.
     """
     contexts = contexts.to(compute_dtype(contexts))
     if curve is not None:
+        if (
+            not curve.inputs
+            and curve.value(contexts.new_zeros(1, dtype=at_least_float32(contexts.dtype))).requires_grad
+        ):
+            raise UserError(
+                f"{type(curve).__name__} depends on tensors that want a gradient, and a fused loss has one only for "
+                "those that its inputs name: name them there, or use --output-impl eager"
+            )
         loss = CurveSoftmaxLoss(target, smoothing, mask, curve)
         return loss.loss_and_nll(contexts=contexts, weight=weight, bias=bias, **curve.inputs)
     return SoftmaxLoss(target, smoothing, mask).loss_and_nll(contexts=contexts, weight=weight, bias=bias)
@@ -97,13 +108,6 @@ class CurveSoftmaxLoss(SoftmaxLoss):
         self.curve = curve
 
     def begin(self, contexts: Tensor, weight: Tensor, bias: Tensor, **curve_inputs) -> list:
-        if self.needs_gradient and not self.curve.inputs:
-            with torch.enable_grad():
-                if self.curve.value(weight.new_zeros(1, dtype=self.wide)).requires_grad:
-                    raise UserError(
-                        f"{type(self.curve).__name__} depends on tensors that want a gradient, and a fused loss has "
-                        "one only for those that its inputs name: name them there, or use --output-impl eager"
-                    )
         self.curve.begin(self.wide, any(self.grad[name] is not None for name in curve_inputs))
         return super().begin(contexts, weight, bias)
 

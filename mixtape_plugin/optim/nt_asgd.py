@@ -55,8 +55,8 @@ class NTASGD(FairseqOptimizer):
 
     Raises:
         UserError: ``--nonmono`` below 1, ``--averaging-epoch``, ``--weight-decay`` or ``--lr`` below 0 or not finite;
-            another task; ``--use-bmuf``; ``--disable-validation`` without ``--averaging-epoch``; a checkpoint of
-            another optimizer.
+            another task; ``--use-bmuf``; ``--disable-validation`` without ``--averaging-epoch`` or with
+            ``--stop-when-nonmonotone``; a checkpoint of another optimizer.
     """
 
     def __init__(self, cfg: NTASGDConfig, params: List[nn.Parameter]):

@@ -127,7 +127,7 @@ class OutputLayer(nn.Module):
         self.context_scale = nn.Parameter(torch.tensor([float(config.context_scale)])) if config.context_scale else None
         if self.context_scale is not None:
             self.context_scale.optim_overrides = NO_WEIGHT_DECAY
-        self.masked_tokens = tuple(sorted(set(masked_tokens)))
+        self.masked_tokens = tuple(masked_tokens)
         mask = None
         if self.masked_tokens:
             mask = torch.zeros(vocab_size, dtype=torch.bool)
@@ -218,7 +218,7 @@ class OutputLayer(nn.Module):
         impl = self.config.output_impl
         if impl == "eager" or (impl == "auto" and not self.has_fused_loss()):
             return self.eager_loss(features, target, label_smoothing, ignore_index)
-        smoothing = Smoothing.over(self.vocab_size - len(self.masked_tokens), label_smoothing)
+        smoothing = Smoothing.over(self.vocab_size - len(set(self.masked_tokens)), label_smoothing)
         leading, counted = target.shape, target.flatten().ne(ignore_index)
         index = None if counted.all() else counted.nonzero().squeeze(1)  # asked of the GPU once for all
         target = rows(target, leading, index)

@@ -16,6 +16,7 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models import BaseFairseqModel
 from fairseq.optim import FairseqOptimizer
+from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import II, DictConfig, open_dict
@@ -70,8 +71,8 @@ def check_options(args: BpttLanguageModelingConfig) -> None:
         "short_segment_probability": (0 <= args.short_segment_probability <= 1, "from 0 to 1"),
         "min_segment_length": (args.min_segment_length >= 1, "at least 1"),
         "max_segment_length": (
-            args.max_segment_length is None or args.max_segment_length >= max(args.min_segment_length, 1),
-            f"at least 1 and --min-segment-length {args.min_segment_length}, or left out",
+            args.max_segment_length is None or args.max_segment_length >= 1,
+            "at least 1, or left out",
         ),
         "small_batch_size": (args.small_batch_size is None or args.small_batch_size >= 1, "at least 1, or left out"),
     }
@@ -270,12 +271,12 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             raise UserError(f"--context-window {context_window} is not allowed: the hidden state is the context, 0")
         return self.get_batch_iterator(dataset, max_sentences=batch_size or 1, **kwargs).next_epoch_itr(shuffle=False)
 
-    def inference_step(self, *args, **kwargs) -> List[List[dict]]:
-        if self.args.remove_eos:
+    def inference_step(self, generator: torch.nn.Module, *args, **kwargs) -> List[List[dict]]:
+        if self.args.remove_eos and isinstance(generator, SequenceGenerator):
             raise UserError(
                 "a model of --remove-eos predicts no </s>, where fairseq's search ends: it cannot continue a prompt"
             )
-        return super().inference_step(*args, **kwargs)
+        return super().inference_step(generator, *args, **kwargs)
 
     # ---------------------------------------------------------------------------------------------- training
 

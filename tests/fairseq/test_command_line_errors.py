@@ -98,10 +98,6 @@ def error_of(command, *args):
         ("--base-layers 1", "--base-layers 1 is not allowed"),
         ("--merge-src-tgt-embed", "--merge-src-tgt-embed is not allowed"),
         ("--max-relative-position -1", r"--max-relative-position -1 is not allowed: 0 \(off\) or more"),
-        (
-            "--find-unused-parameters --distributed-world-size 2",
-            "--find-unused-parameters is not allowed with --ddp-backend pytorch_ddp .*: give --ddp-backend legacy_ddp",
-        ),
         ("--label-smoothing 1", "--label-smoothing 1.0 is not allowed: from 0 to less than 1"),
     ],
 )
@@ -120,8 +116,6 @@ def test_option_with_a_value_that_is_not_allowed(given, sentence, data):
         "--output-layer moc --output-embed-dim 1",
         "--share-decoder-input-output-embed --output-embed-dim 16 --decoder-output-dim 8",
         "--output-layer softmax --num-components 1 --share-decoder-input-output-embed",
-        "--find-unused-parameters --distributed-world-size 1",
-        "--find-unused-parameters --distributed-world-size 2 --ddp-backend legacy_ddp",
     ],
 )
 def test_values_at_the_edge_of_what_is_allowed(given, data):

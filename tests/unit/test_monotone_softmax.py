@@ -256,6 +256,9 @@ def test_a_curve_that_hides_what_it_learns_is_refused():
     layer = PowerSoftmax(OutputLayerConfig(output_layer="softmax"), D, V).double()
     with pytest.raises(UserError, match="Power depends on tensors that want a gradient.*or use --output-impl eager"):
         layer.loss(features, target)
+    layer.weight.requires_grad_(False), layer.bias.requires_grad_(False)
+    with pytest.raises(UserError, match="Power depends on"):
+        layer.loss(features.detach(), target)
     with torch.no_grad():
         assert layer.loss(features, target)[0].isfinite()
 
