@@ -54,13 +54,13 @@ class AWDLSTMCrossEntropy(OutputLayerCrossEntropy):
 
     def penalty(self, features: Tensor, extra: dict) -> Tensor:
         """α·mean(m²) + β·mean((h_{t+1} − h_t)²) for m, h [B, T, D]; a segment of one step has no second term."""
-        dtype = at_least_float32(features.dtype)
-        penalty = self.ar_alpha * features.to(dtype).pow(2).mean()
         if "last_hidden" not in extra:
             raise UserError(
                 "--criterion awd_lstm_cross_entropy needs the last layer's output, as awd_lstm_lm gives it: "
                 "use output_layer_cross_entropy with other models"
             )
+        dtype = at_least_float32(features.dtype)
+        penalty = self.ar_alpha * features.to(dtype).pow(2).mean()
         hidden = extra["last_hidden"].to(dtype)
         if hidden.size(1) > 1:
             penalty = penalty + self.tar_beta * (hidden[:, 1:] - hidden[:, :-1]).pow(2).mean()

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.output_layers import OutputLayer
-from mixtape_plugin.output_layers.base import MAX_SCORES
 
 
 @dataclass
@@ -72,7 +71,7 @@ class OutputLayerCrossEntropy(FairseqCriterion):
         if self.report_accuracy:
             counted = target.ne(self.padding_idx)
             with torch.no_grad(), evaluating(layer):
-                chunks = features[counted].split(max(MAX_SCORES // layer.scores_per_token, 1))
+                chunks = features[counted].split(layer.contexts_at_once)
                 top = torch.cat([layer(chunk).argmax(-1) for chunk in chunks])
             logging_output["n_correct"] = top.eq(target[counted]).sum()
             logging_output["total"] = counted.sum()

@@ -21,7 +21,6 @@ from mixtape_plugin.data.bptt_dataset import BpttDataset, TokenStream
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.models.awd_lstm_lm import AWDLSTMLanguageModel
 from mixtape_plugin.output_layers import OutputLayer
-from mixtape_plugin.output_layers.base import MAX_SCORES
 
 
 @dataclass(frozen=True)
@@ -92,10 +91,9 @@ def extract_features(model: BaseFairseqModel, batch: dict) -> tuple[Tensor, Tens
 def target_log_probs(layer: OutputLayer, features: Tensor, targets: Tensor) -> Tensor:
     """log p of each target, [N] for features [N, D] and targets [N], in nats, in float32 or better.
 
-    Goes through the contexts in chunks where all scores at once would be more than ``MAX_SCORES``.
+    Goes through the contexts in chunks where all scores at once would be too many.
     """
-    size = max(MAX_SCORES // layer.scores_per_token, 1)
-    chunks = zip(features.split(size), targets.split(size))
+    chunks = zip(features.split(layer.contexts_at_once), targets.split(layer.contexts_at_once))
     return torch.cat([layer.log_probs(f).gather(-1, t.unsqueeze(-1)).squeeze(-1) for f, t in chunks])
 
 

@@ -38,10 +38,8 @@ def softmax_loss(
     """
     contexts = contexts.to(compute_dtype(contexts))
     if curve is not None:
-        if (
-            not curve.inputs
-            and curve.value(contexts.new_zeros(1, dtype=at_least_float32(contexts.dtype))).requires_grad
-        ):
+        score = contexts.new_zeros(1, dtype=at_least_float32(contexts.dtype))
+        if not curve.inputs and curve.value(score).requires_grad:
             raise UserError(
                 f"{type(curve).__name__} depends on tensors that want a gradient, and a fused loss has one only for "
                 "those that its inputs name: name them there, or use --output-impl eager"

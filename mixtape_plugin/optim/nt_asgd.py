@@ -103,7 +103,9 @@ class NTASGD(FairseqOptimizer):
                 "give --averaging-epoch"
             )
         if cfg.dataset.disable_validation and self.cfg.stop_when_nonmonotone:
-            raise UserError("--stop-when-nonmonotone ends by validation, which --disable-validation leaves out")
+            raise UserError(
+                "--stop-when-nonmonotone ends by validation, which --disable-validation leaves out: give one"
+            )
 
     def begin_epoch(self, epoch: int) -> None:
         """Starts averaging if its time has come by ``--averaging-epoch``; epochs count from 1."""
@@ -118,18 +120,15 @@ class NTASGD(FairseqOptimizer):
         if math.isnan(valid_loss):  # which is neither above nor below anything
             valid_loss = math.inf
         if len(self.history) > n and valid_loss > min(self.history[:-n]):
-            if self.phase == "asgd":
-                self.finished = self.cfg.stop_when_nonmonotone
-                if self.finished:
-                    logger.info(
-                        f"validation loss {valid_loss:.4f} is above the lowest of all but the last {n} epochs "
-                        f"({min(self.history[:-n]):.4f}): --stop-when-nonmonotone ends the training"
-                    )
-            elif self.cfg.averaging_epoch is None:
-                logger.info(
-                    f"validation loss {valid_loss:.4f} is above the lowest of all but the last {n} epochs "
-                    f"({min(self.history[:-n]):.4f}): averaged SGD from here on"
-                )
+            reason = (
+                f"validation loss {valid_loss:.4f} is above the lowest of all but the last {n} epochs "
+                f"({min(self.history[:-n]):.4f})"
+            )
+            if self.phase == "asgd" and self.cfg.stop_when_nonmonotone:
+                logger.info(f"{reason}: --stop-when-nonmonotone ends the training")
+                self.finished = True
+            elif self.phase == "sgd" and self.cfg.averaging_epoch is None:
+                logger.info(f"{reason}: averaged SGD from here on")
                 self._start_averaging()
         self.history.append(valid_loss)
 

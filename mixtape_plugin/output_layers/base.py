@@ -175,6 +175,11 @@ class OutputLayer(nn.Module):
         raise NotImplementedError
 
     @property
+    def contexts_at_once(self) -> int:
+        """How many contexts :meth:`forward` can take with no more than ``MAX_SCORES`` scores; at least 1."""
+        return max(MAX_SCORES // self.scores_per_token, 1)
+
+    @property
     def score_rows(self) -> int:
         """Rows of V scores that a fused loss computes for each token."""
         return 1
@@ -246,7 +251,7 @@ class OutputLayer(nn.Module):
         Where all scores together would be more than ``MAX_SCORES``, chunks of contexts are gone through one by one
         and again in the backward pass: a third more work for memory that does not grow with their number.
         """
-        size = max(MAX_SCORES // self.scores_per_token, 1)
+        size = self.contexts_at_once
         if target.numel() <= size:
             return self._eager_loss(features, target, label_smoothing, ignore_index)
         if self.has_locked_dropout:  # one mask a sequence: a sequence stays whole

@@ -17,6 +17,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.models import BaseFairseqModel
 from fairseq.optim import FairseqOptimizer
 from fairseq.sequence_generator import SequenceGenerator
+from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf import II, DictConfig, open_dict
@@ -271,7 +272,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
             raise UserError(f"--context-window {context_window} is not allowed: the hidden state is the context, 0")
         return self.get_batch_iterator(dataset, max_sentences=batch_size or 1, **kwargs).next_epoch_itr(shuffle=False)
 
-    def inference_step(self, generator: torch.nn.Module, *args, **kwargs) -> List[List[dict]]:
+    def inference_step(self, generator: Union[SequenceGenerator, SequenceScorer], *args, **kwargs) -> List[List[dict]]:
         if self.args.remove_eos and isinstance(generator, SequenceGenerator):
             raise UserError(
                 "a model of --remove-eos predicts no </s>, where fairseq's search ends: it cannot continue a prompt"

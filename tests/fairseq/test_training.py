@@ -27,10 +27,10 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq_cli.train import should_stop_early
 
-from mixtape_plugin.criterions import output_layer_cross_entropy
 from mixtape_plugin.criterions.awd_lstm_cross_entropy import AWDLSTMCrossEntropy
 from mixtape_plugin.criterions.output_layer_cross_entropy import OutputLayerCrossEntropy
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.output_layers import base
 
 NO_NOISE = "--dropout 0 --gate-noise 0".split()
 
@@ -98,7 +98,9 @@ def test_reporting_accuracy_draws_nothing(output_layer, monkeypatch):
     dropouts = dict(gate_noise=0.5, gate_dropout=0.5, context_dropout=0.5)
     model = build_small_model(dictionary=dictionary, output_layer=output_layer, **dropouts)
     layer = model.decoder.output_projection.train()
-    monkeypatch.setattr(output_layer_cross_entropy, "MAX_SCORES", 4 * layer.scores_per_token)  # chunks of 4 targets
+    monkeypatch.setattr(base, "MAX_SCORES", 4 * layer.scores_per_token)
+    chunks = []
+    layer.register_forward_hook(lambda _, inputs, output: chunks.append(len(output)))
     sample, losses = make_sample(dictionary), []
     for report in False, True:
         criterion = OutputLayerCrossEntropy(SimpleNamespace(target_dictionary=dictionary), False, 0.1, report)
@@ -106,6 +108,7 @@ def test_reporting_accuracy_draws_nothing(output_layer, monkeypatch):
         logs = [criterion(model, sample)[2] for _ in range(2)]
         losses.append([log["loss"] for log in logs])
     assert losses[0] == losses[1]
+    assert chunks == [4, 4, 1] * 2, "the 9 targets alone, no more scores at once than allowed"
     assert model.decoder.output_projection.training
     scores, _ = model.eval()(**sample["net_input"])
     correct = (scores.argmax(-1) == sample["target"]) & (sample["target"] != dictionary.pad())

@@ -8,7 +8,6 @@ import torch
 from toy_language_models import EOS, ToyTask, V, build, predict_by_hand, random_text, repetitive_text
 
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.evaluation import language_model
 from mixtape_plugin.evaluation.dynamic_evaluation import (
     PAPER_SETTINGS,
     dynamic_evaluation,
@@ -16,7 +15,7 @@ from mixtape_plugin.evaluation.dynamic_evaluation import (
     gradients_without_dropout,
 )
 from mixtape_plugin.evaluation.language_model import perplexity
-from mixtape_plugin.output_layers import OUTPUT_LAYERS
+from mixtape_plugin.output_layers import OUTPUT_LAYERS, base
 
 
 def copy_of(model):
@@ -55,7 +54,7 @@ def test_perplexity_counts_every_token_whatever_the_segment_length(columns):
 def test_perplexity_in_chunks_is_the_same(monkeypatch):
     model, task = build("mos"), ToyTask(test=random_text(103))
     whole = perplexity(model, task, "test", columns=3)
-    monkeypatch.setattr(language_model, "MAX_SCORES", 7 * model.decoder.output_projection.scores_per_token)
+    monkeypatch.setattr(base, "MAX_SCORES", 7 * model.decoder.output_projection.scores_per_token)
     calls, log_probs = [], model.decoder.output_projection.log_probs
     monkeypatch.setattr(
         model.decoder.output_projection,
