@@ -1,6 +1,6 @@
 """Mixtape from other initial values, which its paper does not give: layers for ``--user-dir examples/initial_values``.
 
-One ablation each; docs/results.md has what they did. Also how layers of your own are trained without a
+One ablation each; docs/results.md has what three of them did. Also how layers of your own are trained without a
 change to the plugin: a package that calls ``mixtape_plugin.register()`` and adds rows to ``OUTPUT_LAYERS``.
 """
 
