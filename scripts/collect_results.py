@@ -72,7 +72,10 @@ BLOCK = "<!-- collect_results.py "
 
 
 def draw(path: str | Path, rows: Sequence[dict]) -> None:
-    """Validation perplexity against updates, a line for each training, a colour for those that differ in seed alone."""
+    """Validation perplexity against updates, a line for each training, a colour for those that differ in seed alone.
+
+    Only up to 2.5 times the lowest, with each training's end in view: ends are what is compared.
+    """
     plt = pyplot()
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
@@ -91,7 +94,11 @@ def draw(path: str | Path, rows: Sequence[dict]) -> None:
                 label=name if curve is curves[0] else None,
             )  # fmt: skip
     axes.set(yscale="log", xlabel="updates", ylabel="validation perplexity")
+    curves = [list(row["curve"].values()) for group in found for row in group.rows]
+    lowest = min(map(min, curves))
     low, high = axes.get_ylim()
+    low, high = max(low, lowest / 1.05), min(high, 1.05 * max(2.5 * lowest, *(curve[-1] for curve in curves)))
+    axes.set_ylim(low, high)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 10 * low else MaxNLocator(8))
     axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.yaxis.set_minor_formatter(NullFormatter())

@@ -277,6 +277,19 @@ def test_plot(folder, tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_plot_shows_where_trainings_end(folder, tmp_path, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    drawn = []
+    monkeypatch.setattr(plt, "close", lambda figure: drawn.append(figure.axes[0]))
+    whole = folder("whole", train_log=start() + epoch(1, 100, 400.5) + epoch(2, 200, 6.25) + epoch(3, 300, 6))
+    stopped = folder("stopped", train_log=start("softmax", 1) + epoch(1, 100, 300) + epoch(2, 200, 30))
+    for folders, highest in (([whole], 15), ([whole, stopped], 30)):  # 2.5 × 6; the other's end
+        collect_results.main([*map(str, folders), "--plot", str(tmp_path / "curves.png")])
+        low, high = drawn[-1].get_ylim()
+        assert 5.5 < low < 6 and highest < high < 1.1 * highest
+
+
 def test_a_line_for_each_layer_over_a_flag(folder, tmp_path, monkeypatch, capsys):
     import matplotlib.pyplot as plt
 
