@@ -94,11 +94,10 @@ def draw(path: str | Path, rows: Sequence[dict]) -> None:
                 label=name if curve is curves[0] else None,
             )  # fmt: skip
     axes.set(yscale="log", xlabel="updates", ylabel="validation perplexity")
-    curves = [list(row["curve"].values()) for group in found for row in group.rows]
-    lowest = min(map(min, curves))
+    shown = [list(row["curve"].values()) for group in found for row in group.rows]
+    lowest, highest_end = min(map(min, shown)), max(perplexities[-1] for perplexities in shown)
     low, high = axes.get_ylim()
-    low, high = max(low, lowest / 1.05), min(high, 1.05 * max(2.5 * lowest, *(curve[-1] for curve in curves)))
-    axes.set_ylim(low, high)
+    low, high = axes.set_ylim(max(low, lowest / 1.05), min(high, 1.05 * max(2.5 * lowest, highest_end)))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 10 * low else MaxNLocator(8))
     axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.yaxis.set_minor_formatter(NullFormatter())
