@@ -72,38 +72,58 @@ BLOCK = "<!-- collect_results.py "
 
 
 def draw(path: str | Path, rows: Sequence[dict]) -> None:
-    """Validation perplexity against updates, a line for each training, a colour for those that differ in seed alone.
+    """Validation perplexity against updates and, where it is known, against the hours that they take in training.
 
-    Only up to 2.5 times the lowest, with each training's end in view: ends are what is compared.
+    A line for each training, a colour for those that differ in seed alone. Only up to 2.5 times the lowest, with each
+    training's end in view: ends are what is compared.
     """
     plt = pyplot()
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
-    figure, axes = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
     found = groups([row for row in rows if row["curve"]])
+    abscissae = {"updates": lambda row: list(row["curve"]), "hours of training": hours_of_training}
+    if not any(hours_of_training(row) for group in found for row in group.rows):
+        del abscissae["hours of training"]
+    figure, panels = plt.subplots(
+        1, len(abscissae), figsize=(1 + 6 * len(abscissae), 4.5), sharey=True, squeeze=False, constrained_layout=True
+    )
     colors = plt.get_cmap("tab10" if len(found) <= 10 else "tab20").colors
-    for number, group in enumerate(found):
-        curves = [row["curve"] for row in group.rows]
-        name, seeds = group.name, {row["seed"] for row in group.rows}
-        if len(curves) > 1:
-            name += f", {len(curves)} {'seeds' if len(seeds) == len(curves) else 'trainings'}"
-        for curve in curves:
-            marker = "o" if len(curve) < 30 else None
-            axes.plot(
-                list(curve), list(curve.values()), marker=marker, markersize=3, color=colors[number % len(colors)],
-                label=name if curve is curves[0] else None,
-            )  # fmt: skip
-    axes.set(yscale="log", xlabel="updates", ylabel="validation perplexity")
+    for axes, (xlabel, abscissa) in zip(panels[0], abscissae.items()):
+        for number, group in enumerate(found):
+            name, seeds = group.name, {row["seed"] for row in group.rows}
+            if len(group.rows) > 1:
+                name += f", {len(group.rows)} {'seeds' if len(seeds) == len(group.rows) else 'trainings'}"
+            for row in filter(abscissa, group.rows):
+                curve = list(row["curve"].values())
+                marker = "o" if len(curve) < 30 else None
+                axes.plot(
+                    abscissa(row), curve, marker=marker, markersize=3, color=colors[number % len(colors)],
+                    label=name if row is group.rows[0] else None,
+                )  # fmt: skip
+        axes.set(yscale="log", xlabel=xlabel)
+        axes.grid(alpha=0.3, which="both")
+    first = panels[0][0]
     shown = [list(row["curve"].values()) for group in found for row in group.rows]
     lowest, highest_end = min(map(min, shown)), max(perplexities[-1] for perplexities in shown)
-    low, high = axes.get_ylim()
-    low, high = axes.set_ylim(max(low, lowest / 1.05), min(high, 1.05 * max(2.5 * lowest, highest_end)))
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 10 * low else MaxNLocator(8))
-    axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
+    low, high = first.get_ylim()
+    low, high = first.set_ylim(max(low, lowest / 1.05), min(high, 1.05 * max(2.5 * lowest, highest_end)))
+    first.set_ylabel("validation perplexity")
+    first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 10 * low else MaxNLocator(8))
+    first.yaxis.set_major_formatter(ScalarFormatter())
+    first.yaxis.set_minor_formatter(NullFormatter())
+    first.legend()
     save(plt, figure, path)
+
+
+def hours_of_training(row: dict) -> list[float] | None:
+    """When each validation was due at the training's median speed: no standstill, and nothing done twice, counts.
+
+    None where it was not validated once an epoch, or its speed is not known.
+    """
+    validations, seconds = list(row["curve"]), row["s an epoch"]
+    if not validations or len(validations) != row["epochs"] or not isinstance(seconds, (int, float)):
+        return None
+    return [updates / validations[0] * seconds / 3600 for updates in validations]
 
 
 def draw_lines(path: str | Path, rows: Sequence[dict], x: str, y: str) -> None:
@@ -157,7 +177,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--page", type=Path, metavar="FILE", help="make the tables of this page anew, and nothing else")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table here")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the numbers, commands and signatures here")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw validation perplexity against updates")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw validation perplexity by updates and hours")
     parser.add_argument("--draw", nargs=3, metavar=("X", "Y", "PNG"), help="also draw a column over another")
     parser.add_argument("--groups", action="store_true", help="also mean ± standard deviation over seeds")
     parser.add_argument("--baseline", metavar="LAYER", help="also t-tests against this group's (implies --groups)")

@@ -20,7 +20,7 @@ def start(layer="mixtape", seed=7, task="translation", parameters="5,472,793", c
     )
 
 
-def epoch(number, updates, ppl, wps=1000, wall=60):
+def epoch(number, updates, ppl, wps=1000, wall=60, train_wall=440):
     """One epoch of a log, with --log-format simple."""
     inner = (
         f"loss=11.829, nll_loss=11.803, ppl=3573.49, wps={wps}, ups=0.61, wpb=1868.2, bsz=107, "
@@ -32,7 +32,7 @@ def epoch(number, updates, ppl, wps=1000, wall=60):
     )
     train = (
         "loss 3.926 | nll_loss 2.624 | ppl 6.17 | wps 1125.2 | ups 0.61 | wpb 1843.9 | bsz 105.8 | "
-        f"num_updates {updates} | lr 0.000551485 | gnorm 0.828 | train_wall 440 | wall {wall}"
+        f"num_updates {updates} | lr 0.000551485 | gnorm 0.828 | train_wall {train_wall} | wall {wall}"
     )
     return (
         f"{TIME}train_inner | epoch {number:03d}:     50 / 274 {inner}\n"

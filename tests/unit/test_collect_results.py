@@ -290,6 +290,26 @@ def test_a_plot_shows_where_trainings_end(folder, tmp_path, monkeypatch):
         assert 5.5 < low < 6 and highest < high < 1.1 * highest
 
 
+def test_a_plot_has_hours_where_speeds_are_known(folder, tmp_path, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    drawn = []
+    monkeypatch.setattr(plt, "close", lambda figure: drawn.append(figure.axes))
+    # seconds an epoch: 360, the median; the third, of 100 updates, has a standstill
+    log = epoch(1, 300, 200, train_wall=300) + epoch(2, 600, 150, train_wall=360) + epoch(3, 700, 140, train_wall=720)
+    known = folder("known", train_log=start() + log)
+    twice = folder("twice", train_log=start("softmax", 1) + epoch(1, 100, 300) + epoch(1, 200, 30))
+    collect_results.main([str(known), str(twice), "--plot", str(tmp_path / "curves.png")])
+    by_updates, by_hours = drawn[0]
+    assert [len(panel.lines) for panel in (by_updates, by_hours)] == [2, 1]
+    assert by_hours.get_xlabel() == "hours of training"
+    assert by_hours.lines[0].get_xydata().tolist() == [
+        [pytest.approx(hours), perplexity] for hours, perplexity in ((0.1, 200), (0.2, 150), (700 / 3000, 140))
+    ]
+    collect_results.main([str(twice), "--plot", str(tmp_path / "curves.png")])
+    assert len(drawn[1]) == 1
+
+
 def test_a_line_for_each_layer_over_a_flag(folder, tmp_path, monkeypatch, capsys):
     import matplotlib.pyplot as plt
 
