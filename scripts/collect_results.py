@@ -7,9 +7,10 @@
     python scripts/collect_results.py checkpoints/ptb.* --baseline softmax
     python scripts/collect_results.py checkpoints/ptb.* --correlate rank "test ppl" --scatter correlation.png
 
-Reads what examples/*/train.sh and evaluate.sh leave in each folder: train.log, score.json, test-perplexity.txt,
-valid.txt, test.txt, dynamic_evaluation.txt, cache_pointer.txt; and rank.json, predictions.json and similarity.json of
-scripts/analyze.py. A value without a file is "not run", one that its file does not give is "unreadable".
+Reads what examples/*/train.sh and evaluate.sh leave in each folder: train.log, score.json, valid-score.json,
+test-perplexity.txt, valid.txt, test.txt, dynamic_evaluation.txt, cache_pointer.txt; and rank.json, predictions.json and
+similarity.json of scripts/analyze.py. A value without a file is "not run", one that its file does not give is
+"unreadable".
 
 --groups puts trainings whose commands differ in --seed and --save alone into one line: mean ± standard deviation.
 --baseline LAYER adds how likely a difference as large is where there is none: p of Student's and of Welch's t-test.

@@ -28,7 +28,7 @@ take_options() {
 }
 
 evaluate_options() { # evaluate_options DATA ARGUMENT...: $save, and $data … $extra as in take_options; DATA is the default of $data
-  data=$1 dynamic="" cache="" cpu="" last="" test_set="" references="" max_tokens=""
+  data=$1 dynamic="" cache="" cpu="" last="" valid="" test_set="" references="" max_tokens=""
   shift
   case ${1-} in -h | --help) echo "$usage"; exit ;; "" | -*) die "the training's folder is missing; see evaluate.sh --help" ;; esac
   save=$1
@@ -68,26 +68,26 @@ test_perplexity() { # test_perplexity FLAG...: fairseq-validate of $save/average
 }
 
 search=(--beam 4 --lenpen 0.6) # flags of fairseq-generate; an example may have others
-translate() { # translate TARGET FLAG...: fairseq-generate with $save/average.pt, detokenized into $save/test.hyp
-  local target=$1 bpe=subword_nmt
-  shift
+# translate TARGET test|valid PREFIX FLAG...: fairseq-generate with $save/average.pt, detokenized into $save/test.hyp or valid.hyp;
+# other files' names begin with PREFIX
+translate() {
+  local target=$1 subset=$2 log=$save/${3}generate.log bpe=subword_nmt
+  shift 3
   [ ! -f "$data/text/spm.model" ] || bpe=sentencepiece
-  fairseq-generate "$data" --user-dir "$root/mixtape_plugin" --path "$save/average.pt" --gen-subset test "${search[@]}" \
-    --post-process "$bpe" --log-format simple "$@" >"$save/generate.log" 2>&1 ||
-    die "fairseq-generate failed: $(tail -n 1 "$save/generate.log")"
-  # fairseq translates sentences of similar length together; H-<line number> restores the order of the test set.
-  grep '^H-' "$save/generate.log" | sed 's/^H-//' | sort -n | cut -f 3- | sacremoses -q -l "$target" detokenize >"$save/test.hyp.part" ||
-    die "$save/generate.log holds no translations that could be detokenized"
-  mv "$save/test.hyp.part" "$save/test.hyp"
+  fairseq-generate "$data" --user-dir "$root/mixtape_plugin" --path "$save/average.pt" --gen-subset "$subset" "${search[@]}" \
+    --post-process "$bpe" --log-format simple "$@" >"$log" 2>&1 || die "fairseq-generate failed: $(tail -n 1 "$log")"
+  # fairseq translates sentences of similar length together; H-<line number> restores the order of the text.
+  grep '^H-' "$log" | sed 's/^H-//' | sort -n | cut -f 3- | sacremoses -q -l "$target" detokenize >"$save/$subset.hyp.part" ||
+    die "$log holds no translations that could be detokenized"
+  mv "$save/$subset.hyp.part" "$save/$subset.hyp"
 }
 
-scores() { # scores TARGET: all BLEU and chrF of $save/test.hyp, into $save/score.txt and score.json
-  local tokens=$data/text/lower-cased-tokens.test.$1
-  [ ! -f "$tokens" ] || references+=(--lower-cased-tokens "$tokens")
-  python "$root/scripts/score.py" --hypotheses "$save/test.hyp" "${references[@]}" --source-lang en --target-lang "$1" \
-    --json "$save/score.json" >"$save/score.txt.part"
-  mv "$save/score.txt.part" "$save/score.txt"
-  cat "$save/score.txt"
+scores() { # scores TARGET SUBSET PREFIX FLAG...: all BLEU and chrF of $save/SUBSET.hyp, into PREFIXscore.txt and PREFIXscore.json
+  local result=$save/${3}score
+  python "$root/scripts/score.py" --hypotheses "$save/$2.hyp" "${@:4}" --source-lang en --target-lang "$1" \
+    --json "$result.json" >"$result.txt.part"
+  mv "$result.txt.part" "$result.txt"
+  cat "$result.txt"
 }
 
 # evaluate_translation TARGET LAST epochs|updates: the whole of evaluate.sh after its options; LAST is the default of --last
@@ -96,19 +96,28 @@ evaluate_translation() {
   no_more "${extra[@]+"${extra[@]}"}"
   positive --max-tokens "${max_tokens:-4096}"
   find_references "$1"
+  [ -z "$valid" ] || [ -f "$data/text/raw.valid.$1" ] || die "--valid: $data/text/raw.valid.$1 is no file; run prepare.sh first"
+  local tokens=$data/text/lower-cased-tokens.test.$1
+  [ ! -f "$tokens" ] || references+=(--lower-cased-tokens "$tokens")
 
   python "$root/scripts/average_checkpoints.py" --last "${last:-$2}" "$save" --by "$3" --output "$save/average.pt"
-  rm -f "$save"/{test-perplexity.txt,test.hyp,score.txt,score.json} # of the average before
+  rm -f "$save"/{test-perplexity.txt,{test,valid}.hyp,{,valid-}score.{txt,json}} # of the average before
   test_perplexity "${flags[@]}"
-  translate "$1" "${flags[@]}"
-  scores "$1"
+  translate "$1" test "" "${flags[@]}"
+  scores "$1" test "" "${references[@]}"
+  if [ -n "$valid" ]; then
+    echo "validation text:"
+    translate "$1" valid valid- "${flags[@]}"
+    scores "$1" valid valid- --references "$data/text/raw.valid.$1"
+  fi
 }
 
 evaluate_wmt() { # evaluate_wmt DATA TARGET ARGUMENT...: the whole of evaluate.sh; DATA is the default of --data
-  usage="usage: evaluate.sh DIR [--data DIR] [--last N] [--references FILE] [--test-set NAME] [--max-tokens N] [--cpu]
+  usage="usage: evaluate.sh DIR [--data DIR] [--last N] [--valid] [--references FILE] [--test-set NAME] [--max-tokens N] [--cpu]
   DIR                the training's folder; average.pt, test.hyp, test-perplexity.txt, score.txt and score.json appear in it
   --data DIR         what prepare.sh wrote (default: $1)
   --last N           how many checkpoints to average (default: 10)
+  --valid            also translate and score the validation text, into valid.hyp, valid-score.txt and valid-score.json
   --references FILE  detokenized references (default: text/raw.test.$2 of the data)
   --test-set NAME    instead, the references of sacrebleu's test set, wmt14/full, which it downloads
   --max-tokens N     tokens of a batch (default: 4096)

@@ -34,6 +34,7 @@ TEXTS = {
     "cache_pointer.txt": {"cache pointer": rf"perplexity with cache {NUMBER}\b"},
     "dynamic_evaluation.txt": {"dynamic evaluation": rf"dynamic perplexity {NUMBER}\b"},
 }
+SCORES = {"score.json": "", "valid-score.json": "valid "}  # -> what is put before the metrics' names
 LAST_UPDATES = 4000  # over which Yang et al. 2018 average the train perplexity on One Billion Word
 START = "train.sh: commit "  # begins the line that train.sh writes before each start of fairseq-train
 
@@ -154,11 +155,11 @@ def collect(folder: str | Path) -> tuple:
     """All that is known of a training.
 
     Args:
-        folder: ``train.log`` and what evaluate.sh writes (:data:`TEXTS`, ``score.json``), as far as they exist.
+        folder: ``train.log`` and what evaluate.sh writes (:data:`TEXTS`, :data:`SCORES`), as far as they exist.
 
     Returns:
         a dictionary from columns to values, None for what was not run and :data:`UNREADABLE` for what a file should
-        have and has not; for each score of ``score.json`` also ``… signature``; sentences about files that are damaged.
+        have and has not; for each score also ``… signature``; sentences about files that are damaged.
 
     Raises:
         UserError: the folder does not exist, or holds none of these files.
@@ -166,7 +167,7 @@ def collect(folder: str | Path) -> tuple:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder: give those that train.sh wrote")
-    texts = {name: read(folder / name) for name in ("train.log", "score.json", *TEXTS)}
+    texts = {name: read(folder / name) for name in ("train.log", *SCORES, *TEXTS)}
     if all(text is None for text in texts.values()):
         raise UserError(f"{folder} holds neither train.log nor scores: give the folders that train.sh wrote")
 
@@ -185,19 +186,22 @@ def collect(folder: str | Path) -> tuple:
         if not found[column]:
             row[column] = UNREADABLE
             damaged.append(f"{folder}/{name} holds no perplexity")
-    if texts["score.json"] is not None:
+    for name, prefix in SCORES.items():
+        if texts[name] is None:
+            continue
         try:
-            scores = json.loads(texts["score.json"])
+            scores = json.loads(texts[name])
             if not isinstance(scores, list) or not scores:
                 raise ValueError
             for score in scores:
-                row[score["metric"]] = float(score["score"])
-                row[f"{score['metric']} signature"] = "; ".join(
+                row[prefix + score["metric"]] = float(score["score"])
+                row[f"{prefix}{score['metric']} signature"] = "; ".join(
                     filter(None, [score["signature"], score["preprocessing"] and f"after {score['preprocessing']}"])
                 )
         except (ValueError, TypeError, KeyError):
-            row.update((column, UNREADABLE) for column in ([DIALOG] if row["task"] == "dialog" else TRANSLATION))
-            damaged.append(f"{folder}/score.json is no list of scores")
+            columns = [DIALOG] if row["task"] == "dialog" else TRANSLATION
+            row.update((prefix + column, UNREADABLE) for column in columns)
+            damaged.append(f"{folder}/{name} is no list of scores")
     if any(isinstance(row.get(name), float) for name in BITS) and row["train ppl"]:
         row["train bits/character"] = math.log2(row["train ppl"])
     for name in ANALYSES:

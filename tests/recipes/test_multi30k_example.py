@@ -184,7 +184,7 @@ def test_train_and_evaluate(prepared, tmp_path):
     kept = sorted(path.name for path in save.glob("checkpoint?.pt"))
     assert kept == [f"checkpoint{epoch}.pt" for epoch in range(1, 7)]
 
-    done = run("evaluate.sh", save, "--data", prepared, "--last", 5)
+    done = run("evaluate.sh", save, "--data", prepared, "--last", 5, "--valid")
     assert done.returncode == 0, done.stderr
     assert "average of checkpoint2.pt, checkpoint3.pt, checkpoint4.pt, checkpoint5.pt, checkpoint6.pt" in done.stdout
     hypotheses = lines(save / "test.hyp")
@@ -199,6 +199,8 @@ def test_train_and_evaluate(prepared, tmp_path):
     assert (save / "score.txt").read_text() in done.stdout
     bleu = sacrebleu.corpus_bleu(hypotheses, [lines(prepared / "text" / "raw.test.de")]).score
     assert scores[0]["score"] == pytest.approx(bleu, abs=0.01)
+    bleu = sacrebleu.corpus_bleu(lines(save / "valid.hyp"), [lines(prepared / "text" / "raw.valid.de")]).score
+    assert json.loads((save / "valid-score.json").read_text())[0]["score"] == pytest.approx(bleu, abs=0.01)
 
     ppl = re.fullmatch(r"test nll_loss [\d.]+ \| ppl ([\d.]+)\n", (save / "test-perplexity.txt").read_text())[1]
     assert float(ppl) == pytest.approx(2 ** true_bits(save / "average.pt", prepared), abs=0.0051)  # fairseq rounds it

@@ -203,10 +203,23 @@ def test_commands_of_evaluation(example, model, bpe, tmp_path):
         f"--source-lang en --target-lang {target} --json {save}/score.json"
     )
 
+    (data / "text" / f"raw.valid.{target}").write_text("a\n")
+    (tmp_path / "called").unlink()
+    printed = output(example, "evaluate.sh", save, *flags, "--valid", MIXTAPE_VENV=venv)
+    assert printed == "score\ntest nll_loss 2.5 | ppl 5.66\nscore\nvalidation text:\nscore\n"
+    generate, _, score = (tmp_path / "called").read_text().splitlines()[-3:]
+    assert "--gen-subset valid --beam 4" in generate and "--max-tokens 999" in generate
+    assert score == (
+        f"{scripts}/score.py --hypotheses {save}/valid.hyp --references {data}/text/raw.valid.{target} "
+        f"--source-lang en --target-lang {target} --json {save}/valid-score.json"
+    )
+    assert (save / "valid.hyp").read_text() == "a, b.\nc.\nd.\n"
+
     (save / "score.json").write_text("[]")
+    (save / "valid-score.json").write_text("[]")
     broken = stub(tmp_path / "broken", python="", sacrebleu="", fairseq_validate="exit 1")
-    mistake(example, "evaluate.sh", save, *flags, MIXTAPE_VENV=broken)
-    assert not [name for name in files(save) if name.startswith(("test", "score"))], "they were of the average before"
+    mistake(example, "evaluate.sh", save, *flags, MIXTAPE_VENV=broken)  # what is there is of the average before
+    assert not [name for name in files(save) if name.startswith(("test", "score", "valid-score", "valid.hyp"))]
 
 
 def test_evaluation_without_an_outcome(example, tmp_path):
@@ -230,6 +243,8 @@ def test_evaluation_without_an_outcome(example, tmp_path):
     assert mistake(example, *flags, MIXTAPE_VENV=no_translation) == message
     assert (save / "test-perplexity.txt").read_text() == "test nll_loss 60.1 | ppl 1.2357e+18\n"
     assert not (save / "test.hyp").exists()
+    message = f"evaluate.sh: --valid: {data}/text/raw.valid.{EXAMPLES[example]} is no file; run prepare.sh first"
+    assert mistake(example, *flags, "--valid", MIXTAPE_VENV=no_translation) == message
 
 
 # ------------------------------------------------------------------------------------------------------- mistakes

@@ -58,6 +58,23 @@ def test_translation(folder, capsys, tmp_path):
     assert (second["parameters"], second["BLEU 13a"], second["test ppl"]) == ("5021962", "not run", "not run")
 
 
+def test_scores_of_the_validation_text(folder, capsys, tmp_path):
+    scores = {"score_json": json.dumps(SCORES[:1]), "valid-score_json": json.dumps([{**SCORES[0], "score": 40.5}])}
+    path = folder(train_log=start() + epoch(1, 9, 30), **scores)
+    collect_results.main([str(path), "--csv", str(tmp_path / "r.csv")])
+    for arguments in ([], [str(tmp_path / "r.csv")]):
+        if arguments:
+            collect_results.main(arguments)
+        (row,), notes = table_of(capsys.readouterr().out)
+        assert (row["BLEU 13a"], row["valid BLEU 13a"]) == ("34.98", "40.50")
+        assert notes[1:] == ["- BLEU 13a, valid BLEU 13a: `nrefs:1|tok:13a`"]
+    (path / "valid-score.json").write_text("{")
+    collect_results.main([str(path)])
+    printed = capsys.readouterr()
+    (row,), _ = table_of(printed.out)
+    assert row["BLEU 13a"] == "34.98" and f"{path}/valid-score.json is no list of scores" in printed.err
+
+
 def test_signatures_that_differ_are_told_apart(folder, capsys):
     other = [{**SCORES[0], "signature": "nrefs:1|tok:13a|version:1"}]
     one = folder("one", train_log=start(), score_json=json.dumps(SCORES[:1]))
