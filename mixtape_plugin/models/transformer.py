@@ -78,10 +78,7 @@ class MixtapeTransformerModel(TransformerModel):
         # A Namespace even of an omegaconf tree, out of which TransformerConfig.from_namespace would lose our options.
         args = complete_options(args, OutputLayerConfig, RelativePositionConfig)
         check_options(args)
-        if not torch.cuda.is_available():
-            # On a CPU torch's flash attention takes seven times as long to differentiate in bfloat16 as in float32. The
-            # switch is the whole process's: the next model in float32 puts it back.
-            torch.backends.cuda.enable_flash_sdp(not getattr(args, "bf16", False))
+        choose_attention(args)
         check_dictionary(OutputLayerConfig.from_args(args), task.target_dictionary)
         return super().build_model(args, task)
 
@@ -131,6 +128,13 @@ def check_options(args: Namespace) -> None:
                     f"--{name.replace('_', '-')} {getattr(args, name)} does not go with --max-relative-position "
                     f"{args.max_relative_position}: use --max-relative-position 0 or leave it out"
                 )
+
+
+def choose_attention(args: Namespace) -> None:
+    """On a CPU torch's flash attention takes seven times as long to differentiate in bfloat16 as in float32. The switch
+    is the whole process's: the next model in float32 puts it back."""
+    if not torch.cuda.is_available():
+        torch.backends.cuda.enable_flash_sdp(not getattr(args, "bf16", False))
 
 
 def relative_attention(cfg: TransformerConfig, embed_dim: int, num_heads: int) -> RelativeMultiheadAttention:

@@ -1,0 +1,72 @@
+"""fairseq's Transformer language model with any output layer and, if asked for, relative positions."""
+
+from argparse import ArgumentParser, Namespace
+
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.models import register_model, register_model_architecture
+from fairseq.models.transformer import TransformerConfig
+from fairseq.models.transformer_lm import (
+    TransformerLanguageModel,
+    TransformerLanguageModelConfig,
+    base_lm_architecture,
+)
+from fairseq.tasks import FairseqTask
+
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.models.options import add_options, complete_options
+from mixtape_plugin.models.transformer import Decoder, RelativePositionConfig, check_options, choose_attention
+from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer, check_dictionary
+
+
+@register_model("mixtape_transformer_lm")
+class MixtapeTransformerLanguageModel(TransformerLanguageModel):
+    """A decoder-only Transformer whose ``decoder.output_projection`` is an output layer of this plugin.
+
+    Takes the options of fairseq's ``transformer_lm``, those of
+    :class:`~mixtape_plugin.output_layers.OutputLayerConfig`, and ``--max-relative-position``. Made for ``--task
+    language_modeling``, which gives every block of ``--tokens-per-sample`` tokens no context but its own.
+    """
+
+    @classmethod
+    def add_args(cls, parser: ArgumentParser) -> None:
+        gen_parser_from_dataclass(parser, TransformerLanguageModelConfig(), delete_default=True)
+        add_options(parser, OutputLayerConfig, RelativePositionConfig)
+
+    @classmethod
+    def build_model(cls, args: Namespace, task: FairseqTask) -> "MixtapeTransformerLanguageModel":
+        args = complete_options(args, OutputLayerConfig, RelativePositionConfig)
+        base_lm_architecture(args)
+        check_options(args)
+        for name in ("adaptive_input", "character_embeddings", "tie_adaptive_weights"):
+            if getattr(args, name):
+                raise UserError(
+                    f"--{name.replace('_', '-')} does not go with --output-layer {args.output_layer}, which has one "
+                    "embedding for each token: leave it out, or use fairseq's own transformer_lm"
+                )
+        choose_attention(args)
+        check_dictionary(OutputLayerConfig.from_args(args), task.target_dictionary)
+
+        if args.decoder_layers_to_keep:
+            args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
+        if getattr(args, "max_target_positions", None) is None:
+            args.max_target_positions = task.args.tokens_per_sample
+        embed_tokens = cls.build_embedding(args, task.source_dictionary, args.decoder_input_dim)
+        output_layer = build_output_layer(
+            OutputLayerConfig.from_args(args),
+            feature_dim=args.decoder_output_dim,
+            vocab_size=len(task.target_dictionary),
+            tied_weight=embed_tokens.weight if args.share_decoder_input_output_embed else None,
+        )
+        decoder = Decoder(
+            TransformerConfig.from_namespace(args),
+            task.target_dictionary,
+            embed_tokens,
+            no_encoder_attn=True,
+            output_projection=output_layer,
+        )
+        return cls(decoder)
+
+
+@register_model_architecture("mixtape_transformer_lm", "mixtape_transformer_lm")
+def mixtape_transformer_lm(args: Namespace) -> None:
+    base_lm_architecture(args)

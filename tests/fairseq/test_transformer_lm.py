@@ -1,0 +1,175 @@
+"""The Transformer language model: fairseq's own but for the output layer, causal, and through fairseq's commands."""
+
+import math
+import re
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import LAYERS, USER_DIR, make_dictionary, run
+from fairseq import checkpoint_utils
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion
+from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_architecture
+from omegaconf import OmegaConf
+from reference import layer_log_probs
+
+from mixtape_plugin.criterions.output_layer_cross_entropy import OutputLayerCrossEntropy
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.models.transformer_lm import MixtapeTransformerLanguageModel
+
+SIZE = dict(decoder_layers=2, decoder_embed_dim=16, decoder_ffn_embed_dim=32, decoder_attention_heads=2)
+TOKENS = torch.tensor([[7, 12, 30, 9, 2, 5, 8, 4], [4, 11, 25, 2, 6, 20, 21, 13]])
+
+
+def make_task(dictionary=None):
+    dictionary = dictionary or make_dictionary()
+    return SimpleNamespace(
+        source_dictionary=dictionary, target_dictionary=dictionary, args=SimpleNamespace(tokens_per_sample=8)
+    )
+
+
+def build(model=MixtapeTransformerLanguageModel, **options):
+    """A small model in float64 with weights large enough for sharp distributions."""
+    torch.manual_seed(1)
+    args = Namespace(**{**SIZE, "max_target_positions": 8, "gate_dim": 8, **options})
+    base_lm_architecture(args)
+    built = model.build_model(args, make_task()).double().eval()
+    for parameter in built.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(3)
+    return built
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_softmax_is_fairseqs_own(share):
+    """The same parameters but for the bias, the same scores."""
+    ours = build(output_layer="softmax", share_decoder_input_output_embed=share)
+    parameters = ours.state_dict()
+    assert parameters.pop("decoder.output_projection.bias").eq(0).all()
+    fairseqs = build(TransformerLanguageModel, share_decoder_input_output_embed=share)
+    fairseqs.load_state_dict(parameters)
+    torch.testing.assert_close(ours(TOKENS)[0], fairseqs(TOKENS)[0])
+
+
+@pytest.mark.parametrize("relative", [0, 3])
+@pytest.mark.parametrize("output_layer", LAYERS)
+def test_distributions(output_layer, relative):
+    """Those of the layer's formula, of the tokens before alone, and the same one token at a time."""
+    model = build(output_layer=output_layer, max_relative_position=relative)
+    features, _ = model(TOKENS, features_only=True)
+    expected = layer_log_probs(model.decoder.output_projection, features).view(2, 8, -1)
+    log_probs = model.get_normalized_probs(model(TOKENS), log_probs=True)
+    torch.testing.assert_close(log_probs.double(), expected, rtol=1e-5, atol=1e-5)  # fairseq's is in float32
+
+    changed = TOKENS.clone()
+    changed[:, 5:] = 17
+    other, _ = model(changed, features_only=True)
+    torch.testing.assert_close(other[:, :5], features[:, :5])
+    assert (other[:, 5:] - features[:, 5:]).abs().max() > 0.1
+
+    state = {}
+    steps = [model.decoder(TOKENS[:, : n + 1], incremental_state=state, features_only=True)[0] for n in range(8)]
+    # fairseq's softmax over positions is in float32 then
+    torch.testing.assert_close(torch.cat(steps, 1), features, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("output_layer", LAYERS)
+def test_the_criterion_is_fairseqs_cross_entropy(output_layer):
+    model = build(output_layer=output_layer)
+    net_input = {"src_tokens": TOKENS, "src_lengths": torch.tensor([8, 8])}
+    target = torch.cat([TOKENS[:, 1:], TOKENS[:, :1]], 1)
+    target[1, 6:] = 1  # padding
+    sample, task = {"net_input": net_input, "target": target, "ntokens": 14}, make_task()
+    found = []
+    for criterion in OutputLayerCrossEntropy(task, False), CrossEntropyCriterion(task, False):
+        model.zero_grad()
+        loss, sample_size, _ = criterion(model, sample)
+        loss.backward()
+        found.append([loss.detach().double(), sample_size, [p.grad.clone() for p in model.parameters()]])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_positions_and_options_of_a_config_tree():
+    """fairseq-hydra-train hands over an omegaconf tree of what was given; positions are as many as a block's tokens."""
+    args = OmegaConf.create({"_name": "mixtape_transformer_lm", **SIZE, "output_layer": "moc", "num_components": 3})
+    model = MixtapeTransformerLanguageModel.build_model(args, make_task())
+    assert model.max_positions() == 8 and model.decoder.output_projection.num_components == 3
+    kept = MixtapeTransformerLanguageModel.build_model(
+        Namespace(**SIZE, decoder_layers_to_keep="0", max_target_positions=5), make_task()
+    )
+    assert kept.max_positions() == 5 and len(kept.decoder.layers) == 1
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(adaptive_input=True), "--adaptive-input does not go with --output-layer mixtape"),
+        (dict(character_embeddings=True), "--character-embeddings does not go with --output-layer mixtape"),
+        (dict(tie_adaptive_weights=True), "--tie-adaptive-weights does not go with --output-layer mixtape"),
+        (dict(adaptive_softmax_cutoff="10,20"), "--adaptive-softmax-cutoff 10,20 does not go with"),
+        (dict(base_layers=1), "--base-layers 1 is not allowed"),
+        (dict(dropout=1.5), "--dropout 1.5 is not allowed: from 0 to 1"),
+        (dict(max_relative_position=-1), "--max-relative-position -1 is not allowed"),
+        (dict(num_components=1), "--num-components 1 is too few for"),
+        (dict(output_layer="softmax", decoder_output_dim=8, share_decoder_input_output_embed=True), "softmax"),
+    ],
+)
+def test_mistakes(options, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        build(**options)
+
+
+@pytest.fixture(scope="module")
+def text(corpus):
+    """The toy corpus's one side, binarized as the text of a language model."""
+    prefixes = [f"--{split}pref={corpus}/{split}.x" for split in ("train", "valid", "test")]
+    run("preprocess", "--only-source", "--padding-factor", 1, "--destdir", corpus / "text", *prefixes)
+    return corpus / "text"
+
+
+@pytest.fixture(scope="module")
+def trained(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("transformer_lm")
+    model = "--arch mixtape_transformer_lm --output-layer mixtape --gate-dim 8 --share-decoder-input-output-embed"
+    size = "--decoder-layers 1 --decoder-embed-dim 16 --decoder-ffn-embed-dim 32 --decoder-attention-heads 2"
+    training = "--task language_modeling --tokens-per-sample 20 --criterion output_layer_cross_entropy --optimizer adam"
+    steps = "--lr 1e-2 --max-tokens 400 --max-epoch 4 --no-epoch-checkpoints --cpu --num-workers 0 --log-format json"
+    folders = [text, "--save-dir", folder, "--user-dir", USER_DIR]
+    log = run("train", *folders, *f"{model} {size} {training} {steps}".split()).log
+    return SimpleNamespace(folder=folder, log=log)
+
+
+def test_training(trained):
+    losses = [float(line["valid_loss"]) for line in trained.log["valid"]]
+    assert len(losses) == 4 and losses[-1] < losses[0] - 1
+
+
+def test_perplexity_of_a_text(trained, text):
+    """fairseq-eval-lm counts every token once, at its probability by the layer's formula."""
+    path = trained.folder / "checkpoint_last.pt"
+    options = "--tokens-per-sample 20 --cpu --num-workers 0 --max-tokens 400".split()
+    printed = run("eval_lm", text, "--user-dir", USER_DIR, "--path", path, *options).stdout
+    count = int(re.search(r"Evaluated ([\d,]+) tokens", printed)[1].replace(",", ""))
+    perplexity = float(re.search(r"Perplexity: ([\d.]+)", printed)[1])
+
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], arg_overrides={"data": str(text)})
+    model.double().eval()
+    words = (text.parent / "test.x").read_text().replace("\n", " </s> ").split()
+    stream = torch.tensor([task.source_dictionary.index(word) for word in words])
+    total = 0.0
+    for begin in range(0, len(stream), 20):  # each block begins with </s>, and has no context but its own
+        block = stream[begin : begin + 20]
+        before = stream[begin - 1 : begin] if begin else torch.tensor([task.source_dictionary.eos()])
+        features, _ = model(torch.cat([before, block[:-1]]).unsqueeze(0), features_only=True)
+        log_probs = layer_log_probs(model.decoder.output_projection, features)
+        total -= log_probs.gather(1, block.unsqueeze(1)).sum().item()
+    assert count == len(stream) and perplexity == pytest.approx(math.exp(total / count), rel=2e-3)
+
+
+def test_continuing_a_prompt(trained, text, tmp_path):
+    (tmp_path / "prompts").write_text("x3 x4\n")
+    options = "--task language_modeling --cpu --beam 3 --max-len-b 6 --input".split()
+    folders = [text, "--user-dir", USER_DIR, "--path", trained.folder / "checkpoint_last.pt"]
+    printed = run("interactive", *folders, *options, tmp_path / "prompts").stdout
+    assert re.search(r"^H-0\t\S+\tx3 x4 x5", printed, re.MULTILINE), "the next in the alphabet follows"
