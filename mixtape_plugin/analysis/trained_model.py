@@ -12,6 +12,7 @@ from typing import Iterator
 
 import torch
 from fairseq import checkpoint_utils, utils
+from fairseq.data import LanguagePairDataset
 from torch import Tensor
 
 from mixtape_plugin.data.bptt_dataset import TokenStream
@@ -69,25 +70,28 @@ class TrainedModel:
         """The text of a split, loaded when first asked for."""
         data = text(self.task, split)
         dictionary = self.task.target_dictionary
+        if isinstance(data, LanguagePairDataset):
+            if data.tgt is None:
+                raise UserError(f"--subset {split} has no target side: give one with references")
+            lines = [data.tgt[i].long() for i in range(len(data))]
+            symbols = self.task.source_dictionary
+            sources = [[symbols[token] for token in data.src[i]] for i in range(len(data))]
+            return Text(torch.cat(lines), [0, *accumulate(map(len, lines))], dictionary, sources)
         if isinstance(data, TokenStream):
             targets = data.tokens.long()
-            ends = (targets.eq(dictionary.eos()).nonzero().squeeze(1) + 1).tolist()
-            ends += [len(targets)] if not ends or ends[-1] < len(targets) else []
-            return Text(targets, [0, *ends], dictionary)
-        if getattr(data, "tgt", None) is None:
-            raise UserError(f"--subset {split} has no target side: give one with references")
-        lines = [data.tgt[i].long() for i in range(len(data))]
-        symbols = self.task.source_dictionary
-        sources = [[symbols[token] for token in data.src[i]] for i in range(len(data))]
-        return Text(torch.cat(lines), [0, *accumulate(map(len, lines))], dictionary, sources)
+        else:  # in blocks, of --task language_modeling
+            targets = torch.cat([data[i]["target"] for i in range(len(data))])
+        ends = (targets.eq(dictionary.eos()).nonzero().squeeze(1) + 1).tolist()
+        ends += [len(targets)] if not ends or ends[-1] < len(targets) else []
+        return Text(targets, [0, *ends], dictionary)
 
     @torch.no_grad()
     def contexts(self, split: str, batch_size: int | None = None) -> Iterator[tuple]:
         """One walk through a text: features [n, D] and targets [n] of the next n contexts, on the model's device.
 
-        A language model reads ``batch_size`` columns (1 unless given, which is in the order of the text), 70 tokens at
-        a time, and carries its state along. Of a translation ``batch_size`` sentences (32) are read at a time,
-        teacher-forced, in the order of the text.
+        An LSTM reads ``batch_size`` columns (1 unless given, which is in the order of the text), 70 tokens at a time,
+        and carries its state along. Of blocks of a text, or sentences of a translation, ``batch_size`` (32) are read at
+        a time, teacher-forced, in the order of the text.
         """
         data = text(self.task, split)
         if isinstance(data, TokenStream):

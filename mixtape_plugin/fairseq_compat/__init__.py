@@ -10,7 +10,12 @@ from mixtape_plugin.fairseq_compat.checkpoints import (
     explain_checkpoints_that_do_not_fit,
     load_checkpoints_safely,
 )
-from mixtape_plugin.fairseq_compat.data import keep_last_batch, provide_removed_numpy_names, refuse_broken_data
+from mixtape_plugin.fairseq_compat.data import (
+    keep_last_batch,
+    provide_removed_numpy_names,
+    refuse_blocks_that_would_be_skipped,
+    refuse_broken_data,
+)
 from mixtape_plugin.fairseq_compat.half_precision import (
     keep_float32_weights_in_checkpoints,
     let_amp_use_its_optimizer,
@@ -41,6 +46,7 @@ def apply() -> None:
     explain_checkpoints_that_do_not_fit()
     broadcast_plain_options()
     refuse_broken_data()
+    refuse_blocks_that_would_be_skipped()
     train_bf16_without_xla()
     name_the_update_that_diverged()
     keep_float32_weights_in_checkpoints()

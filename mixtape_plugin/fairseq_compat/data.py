@@ -10,6 +10,7 @@ import numpy as np
 from fairseq.data import Dictionary, data_utils, indexed_dataset, language_pair_dataset, token_block_dataset
 from fairseq.modules import dynamic_crf_layer
 from fairseq.tasks import translation
+from fairseq.tasks.language_modeling import LanguageModelingTask
 
 from mixtape_plugin.damaged_files import check_dataset, damaged_dictionary
 from mixtape_plugin.errors import UserError
@@ -63,6 +64,27 @@ def keep_last_batch() -> None:
         return batch_all_by_size
 
     replace(data_utils, "batch_by_size", wrapper)
+
+
+def refuse_blocks_that_would_be_skipped() -> None:
+    """Let fairseq-eval-lm say that a model has too few positions for the blocks of a text.
+
+    It leaves out such blocks, with a warning: where it is all of them, it reports a perplexity of 1.
+    """
+
+    def wrapper(eval_lm_dataloader):
+        def checked_dataloader(self, dataset, *args, max_positions=None, **kwargs):
+            longest = max(dataset.sizes, default=0)
+            if max_positions is not None and longest > max_positions:
+                raise UserError(
+                    f"a block of the text has {longest} tokens, and the model has {max_positions} positions: "
+                    f"give --tokens-per-sample {max_positions}, or less"
+                )
+            return eval_lm_dataloader(self, dataset, *args, max_positions=max_positions, **kwargs)
+
+        return checked_dataloader
+
+    replace(LanguageModelingTask, "eval_lm_dataloader", wrapper)
 
 
 def refuse_broken_data() -> None:

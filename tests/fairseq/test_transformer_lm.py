@@ -14,6 +14,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_arch
 from omegaconf import OmegaConf
 from reference import layer_log_probs
 
+from mixtape_plugin.analysis import trained_model
 from mixtape_plugin.criterions.output_layer_cross_entropy import OutputLayerCrossEntropy
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.models.transformer_lm import MixtapeTransformerLanguageModel
@@ -146,25 +147,47 @@ def test_training(trained):
 
 
 def test_perplexity_of_a_text(trained, text):
-    """fairseq-eval-lm counts every token once, at its probability by the layer's formula."""
+    """fairseq-eval-lm counts every token once, at its probability by the layer's formula, or says why it cannot."""
     path = trained.folder / "checkpoint_last.pt"
-    options = "--tokens-per-sample 20 --cpu --num-workers 0 --max-tokens 400".split()
-    printed = run("eval_lm", text, "--user-dir", USER_DIR, "--path", path, *options).stdout
+    command = [text, "--user-dir", USER_DIR, "--path", path, *"--cpu --num-workers 0 --max-tokens 400".split()]
+    with pytest.raises(UserError, match=r"has \d+ tokens, and the model has 20 positions: give --tokens-per-sample 20"):
+        run("eval_lm", *command)
+    printed = run("eval_lm", *command, "--tokens-per-sample", 20).stdout
     count = int(re.search(r"Evaluated ([\d,]+) tokens", printed)[1].replace(",", ""))
     perplexity = float(re.search(r"Perplexity: ([\d.]+)", printed)[1])
 
+    log_probs, stream = by_hand(path, text)
+    assert count == len(stream)
+    assert perplexity == pytest.approx(math.exp(-log_probs.gather(1, stream.unsqueeze(1)).mean()), rel=2e-3)
+
+
+def by_hand(path, text):
+    """log P of the layer's formula in float64, block by block, and the test text as one stream."""
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], arg_overrides={"data": str(text)})
     model.double().eval()
     words = (text.parent / "test.x").read_text().replace("\n", " </s> ").split()
     stream = torch.tensor([task.source_dictionary.index(word) for word in words])
-    total = 0.0
-    for begin in range(0, len(stream), 20):  # each block begins with </s>, and has no context but its own
+    log_probs = []
+    for begin in range(0, len(stream), 20):  # each block begins with the token before it, and has no other context
         block = stream[begin : begin + 20]
         before = stream[begin - 1 : begin] if begin else torch.tensor([task.source_dictionary.eos()])
         features, _ = model(torch.cat([before, block[:-1]]).unsqueeze(0), features_only=True)
-        log_probs = layer_log_probs(model.decoder.output_projection, features)
-        total -= log_probs.gather(1, block.unsqueeze(1)).sum().item()
-    assert count == len(stream) and perplexity == pytest.approx(math.exp(total / count), rel=2e-3)
+        log_probs.append(layer_log_probs(model.decoder.output_projection, features))
+    return torch.cat(log_probs).detach(), stream
+
+
+def test_analyses_read_its_text(trained, text):
+    """In the order of the text, each line ending in </s>, with the distributions of the layer's formula."""
+    model = trained_model.load(trained.folder, str(text), "checkpoint_last.pt")
+    expected, stream = by_hand(model.checkpoint, text)
+    found = model.read("test")
+    assert torch.equal(found.targets, stream)
+    assert [found.words(line) for line in (0, 1)] == [
+        [*line.split(), "</s>"] for line in (text.parent / "test.x").read_text().splitlines()[:2]
+    ]
+    log_probs, targets = map(torch.cat, zip(*model.log_probs("test", batch_size=3)))
+    assert torch.equal(targets, stream)
+    torch.testing.assert_close(log_probs.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_continuing_a_prompt(trained, text, tmp_path):
