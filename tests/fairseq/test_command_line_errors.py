@@ -140,11 +140,12 @@ def with_counts(data, folder, counts):
     [
         (lambda n: n + 1, "is not ordered by frequency"),
         (lambda n: 5 if n == 10 else 30 - n // 2, "is not ordered by frequency"),  # among the 20 first ids
+        (lambda n: 50 if n == 30 else 40 - n, "is not ordered by frequency"),  # after them
         (lambda n: 1, r"gives every token the same count \(1\)"),
         # fairseq-preprocess fills a dictionary up to a multiple of 8 with words that never occur
         (lambda n: 1 if n < 30 else 0, r"gives every token the same count \(1\)"),
     ],
-    ids=["ascending", "one out of place", "all equal", "all equal before padding"],
+    ids=["ascending", "one out of place", "a frequent one among the rare", "all equal", "all equal before padding"],
 )
 def test_gate_sharing_refuses_a_dictionary_without_frequencies(counts, problem, data, tmp_path):
     folder = with_counts(data, tmp_path / "data", counts)

@@ -12,6 +12,8 @@ from conftest import USER_DIR, run, train_args
 from fairseq.tasks.fairseq_task import FairseqTask
 from test_fused_losses import (
     MIXTURES,
+    S,
+    V,
     build,
     by_formula,
     chunk_bytes,
@@ -23,6 +25,7 @@ from test_fused_losses import (
 )
 from torch.nn.modules.module import register_module_forward_hook
 
+from mixtape_plugin.kernels import torch_ops
 from mixtape_plugin.output_layers import OutputLayer
 
 # --------------------------------------------------------------------------------------------------- half precision
@@ -223,6 +226,16 @@ def test_every_frequent_token_has_noise_of_its_own():
             if name in reference.ROWS:
                 parameter.copy_(parameter[:1].expand_as(parameter).clone())
     assert_eagers_distribution(layer, *random_batch(layer, 8))
+
+
+def test_noise_of_the_rare_tokens_leaves_the_frequent_ones_alone(monkeypatch):
+    """Where only frequent tokens can be predicted and their own noise is taken away, no draw is left in the loss."""
+    layer = build("mixtape", masked=tuple(range(S, V)), gate_noise=1.0).train()
+    features, target = random_batch(layer, 8)
+    assert len({layer.loss(features, target)[0].item() for _ in range(3)}) == 3
+    mix = torch_ops.mix_
+    monkeypatch.setattr(torch_ops, "mix_", lambda leaves, gates, noise, out: mix(leaves, gates, 0.0, out))
+    assert len({layer.loss(features, target)[0].item() for _ in range(3)}) == 1
 
 
 # ------------------------------------------------------------------------------------------------- through fairseq

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from conftest import LAYERS, build_model, complete_args, make_dictionary
+from conftest import LAYERS, build_model, build_small_model, complete_args, make_dictionary
 from fairseq import options, tasks
 from omegaconf import OmegaConf
 
@@ -158,3 +158,13 @@ def test_one_models_bfloat16_leaves_no_trace_in_the_next():
     for bf16 in (False, True, False):
         build_model("mixtape_transformer_tiny", make_dictionary(), bf16=bf16)
         assert torch.backends.cuda.flash_sdp_enabled() == (not bf16)
+
+
+def test_heads_and_dropout_of_each_side_reach_relative_attention():
+    model = build_small_model(
+        max_relative_position=3, encoder_attention_heads=2, decoder_attention_heads=4, attention_dropout=0.25
+    )
+    for side, heads in (model.encoder, 2), (model.decoder, 4):
+        for layer in side.layers:
+            assert layer.self_attn.num_heads == heads and layer.self_attn.relative_key.shape == (7, 16 // heads)
+            assert layer.self_attn.dropout_module.p == 0.25

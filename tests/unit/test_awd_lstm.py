@@ -627,3 +627,33 @@ def test_evaluation_has_no_penalties_and_counts_no_pads():
     bits = expected.item() / count / math.log(2)
     assert values["ppl"] == pytest.approx(2**bits, abs=0.006)
     assert values["bpc"] == pytest.approx(bits, abs=0.002)
+
+
+def test_bits_per_character_are_of_the_nll_alone():
+    """In training, where the loss has penalties, and with label smoothing."""
+    model = sharpen(build("softmax", dropout=0.4)).train()
+    criterion = build_criterion(report_bpc=True, label_smoothing=0.1).train()
+    sample = sample_of(random_tokens(), random_tokens())
+    torch.manual_seed(7)
+    _, _, logging_output = criterion(model, sample)
+    torch.manual_seed(7)
+    features, _ = model(**sample["net_input"], features_only=True)
+    nll = F.nll_loss(expected_log_probs(model, features).flatten(0, 1), sample["target"].flatten())
+    values = logged(criterion, logging_output)
+    assert values["bpc"] == pytest.approx(nll.item() / math.log(2), abs=1e-4)
+    assert values["loss"] > 1.02 * values["bpc"]
+
+
+def test_penalties_do_not_depend_on_what_the_loss_is_divided_by():
+    model, sample = sharpen(build("softmax")).train(), sample_of(random_tokens(), random_tokens())
+    penalty = {}
+    for sentence_avg, count in (False, B * T), (True, B):
+        losses = []
+        for weight in 0.0, 1.0:
+            criterion = build_criterion(ar_alpha=2 * weight, tar_beta=weight, sentence_avg=sentence_avg).train()
+            torch.manual_seed(7)
+            loss, sample_size, _ = criterion(model, sample)
+            losses.append(loss.item())
+        assert sample_size == count
+        penalty[sentence_avg] = (losses[1] - losses[0]) / count
+    assert penalty[True] == pytest.approx(penalty[False], rel=1e-6)

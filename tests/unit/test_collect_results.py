@@ -75,6 +75,15 @@ def test_scores_of_the_validation_text(folder, capsys, tmp_path):
     assert row["BLEU 13a"] == "34.98" and f"{path}/valid-score.json is no list of scores" in printed.err
 
 
+def test_a_log_counts_by_its_best_validation_and_its_median_speeds(folder):
+    """Not by its last validation, nor by means, which one slow epoch moves."""
+    log = start() + epoch(1, 10, 80, wps=100, train_wall=400) + epoch(2, 20, 70.5, wps=1000, train_wall=50)
+    log += epoch(3, 30, 75, wps=1300, train_wall=60) + DONE
+    row, _ = collect(folder(train_log=log))
+    assert row["valid ppl"] == 70.5 and row["curve"][30] == 75
+    assert (row["tokens/s"], row["s an epoch"]) == (1000, 60)
+
+
 def test_signatures_that_differ_are_told_apart(folder, capsys):
     other = [{**SCORES[0], "signature": "nrefs:1|tok:13a|version:1"}]
     one = folder("one", train_log=start(), score_json=json.dumps(SCORES[:1]))

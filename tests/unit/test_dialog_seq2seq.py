@@ -294,3 +294,15 @@ def test_mistakes():
     task = SimpleNamespace(source_dictionary=make_dictionary(5), target_dictionary=DICTIONARY)
     with pytest.raises(UserError, match="of 12 and 37 types differ: use fairseq-preprocess --joined-dictionary"):
         DialogSeq2SeqModel.build_model(Namespace(), task)
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_dropout_is_of_words_on_both_sides_and_of_the_decoders_output(cell):
+    model, inputs = build_small_model(cell=cell, dropout=0.5).train(), []
+    for rnn in model.encoder.utterance_rnn, model.decoder.rnn:
+        rnn.register_forward_hook(lambda _, args, output: inputs.append(getattr(args[0], "data", args[0])))
+    with torch.no_grad():
+        features, _ = model(**make_sample(range(5))["net_input"], features_only=True)
+    assert len(inputs) == 2
+    for dropped in [*inputs, features]:
+        assert 0.35 < (dropped == 0).double().mean() < 0.65

@@ -235,3 +235,18 @@ def test_gpu_agrees_with_cpu(name):
         statistics = gradient_statistics(model, task, columns=10)
         scores.append(dynamic_evaluation(model, task, "test", statistics, 0.02, 0.075, 0.001).nll)
     assert scores[1] == pytest.approx(scores[0], rel=1e-9)
+
+
+def test_first_tokens_end_with_a_segment():
+    model, task = build(), ToyTask(train=random_text(300), test=random_text(103, seed=1))
+    statistics = gradient_statistics(model, task, columns=10)
+    for max_tokens, scored in [(1, 5), (18, 20), (20, 20), (21, 25), (102, 103), (1000, 103)]:
+        assert dynamic_evaluation(model, task, "test", statistics, 0, 0, 0.001, max_tokens=max_tokens).tokens == scored
+
+
+def test_a_loss_that_is_no_number_ends_the_evaluation():
+    """In the second segment, after a step so large that no float32 loss is finite."""
+    model, task = build(dtype=torch.float32), ToyTask(train=random_text(300), test=random_text(103, seed=1))
+    statistics, seen = gradient_statistics(model, task, columns=10), []
+    score = dynamic_evaluation(model, task, "test", statistics, 1e38, 0, 0.001, progress=seen.append)
+    assert (score.nll, score.tokens, seen) == (math.inf, 10, [5])

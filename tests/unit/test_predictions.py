@@ -147,3 +147,8 @@ def test_positions_of_the_papers_are_in_the_penn_treebank():
     words = [[dictionary[text.targets[index]] for index in positions] for positions in groups.values()]
     assert words[0] == ["tons", "a", "african", "ual", "conspiracy", "subsidies"]
     assert all(dictionary[text.targets[index]] != "</s>" for positions in groups.values() for index in positions)
+
+
+def test_the_line_before_is_cut_too():
+    two_lines = text_of([" ".join(["w1"] * 500), "w2"])
+    assert context_of(two_lines, 501) == f"{'w1 ' * (WORDS_AROUND - 1)}</s> / **w2** </s>"

@@ -202,3 +202,8 @@ def test_memory_counts_what_is_held():
     assert gram_bytes(82_430, 10_000) == 8 * 10_000**2 + 8 * 1024 * 10_000
     assert gram_bytes(82_430, 10_000, "cuda") == 16 * 10_000**2
     assert gram_bytes(100, 500) == 8 * 100**2 + 4 * 100 * 500 + 16 * 1024 * 500
+
+
+def test_effective_rank_where_the_share_is_met_exactly():
+    sigma = torch.tensor([3.0, 2.0, 1.0, 1.0, 1.0])  # energies 9, 13, 14, 15, 16 of 16
+    assert [effective_rank(sigma, epsilon) for epsilon in (7 / 16, 3 / 16, 2 / 16, 1 / 16)] == [1, 2, 3, 4]

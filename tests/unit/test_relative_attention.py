@@ -110,3 +110,25 @@ def test_padding_changes_nothing():
     padded = torch.cat([torch.randn(2, 1, WIDTH, dtype=torch.float64), x])
     padding = torch.tensor([[True] * 2 + [False] * LENGTH])
     torch.testing.assert_close(attend(attention, padded, key_padding_mask=padding)[2:], attend(attention, x))
+
+
+def test_dropout_is_of_a_weight_wherever_it_is_used():
+    """z_i = Σ_j m_ij α_ij (v_j + a^V_d) with one mask m, by loops."""
+    attention = RelativeMultiheadAttention(WIDTH, HEADS, CLIP, dropout=0.5).double()
+    torch.manual_seed(0)
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        weights = attention.eval()(x, x, x, need_head_weights=True)[1].transpose(0, 1)  # [B, H, T, S]
+        torch.manual_seed(1)
+        actual = attend(attention.train(), x)
+        torch.manual_seed(1)
+        dropped = torch.nn.functional.dropout(weights, 0.5)
+        values = attention.v_proj(x).view(LENGTH, BATCH, HEADS, -1)
+        mixed = torch.zeros(LENGTH, BATCH, HEADS, WIDTH // HEADS, dtype=torch.float64)
+        for i in range(LENGTH):
+            for j in range(LENGTH):
+                row = attention.relative_value[max(-CLIP, min(CLIP, j - i)) + CLIP]
+                mixed[i] += dropped[:, :, i, j, None] * (values[j] + row)
+        torch.testing.assert_close(actual, attention.out_proj(mixed.flatten(2)))

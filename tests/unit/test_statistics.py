@@ -291,3 +291,10 @@ def test_damaged_analyses(content, folder):
     (path / "rank.json").write_text(content)
     row, damaged = collect_results.collect(path)
     assert "rank" not in row and damaged == [f"{path}/rank.json holds no figures of scripts/analyze.py"]
+
+
+def test_the_range_of_a_correlation_has_both_its_ends():
+    rows = [{"a": float(n), "b": float(n * n)} for n in range(6)]
+    found = correlate(rows, "a", "b", (1.0, 16.0))
+    assert [row["b"] for row in found.rows] == [1, 4, 9, 16]
+    assert found.r == pytest.approx(np.corrcoef([1, 2, 3, 4], [1, 4, 9, 16])[0, 1])

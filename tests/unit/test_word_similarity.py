@@ -1,6 +1,7 @@
 """Word similarity against scipy, by hand, and by the number of pairs that the paper skips on real data."""
 
 import gzip
+import math
 import os
 from pathlib import Path
 
@@ -102,3 +103,18 @@ def test_files(tmp_path):
         assert str(error.value) == f"{tmp_path}/b.txt line 2 is not 'word word score': {line}"
     with pytest.raises(UserError, match="holds no .txt file"):
         read_folder(tmp_path / "nowhere")
+
+
+def test_the_interval_is_as_wide_as_the_formulas():
+    """2 · 1.96 · (1 − ρ²)·√((1 + ρ²/2)/n), Bonett and Wright 2000, for 1,000 pairs; one of 90% is a sixth shorter."""
+    rng, dictionary = np.random.default_rng(0), make_dictionary(2000)
+    x, noise = rng.standard_normal((2, 1000))
+    y = 0.6 * x + 0.8 * noise
+    angle = torch.tensor(np.pi * stats.norm.cdf(x))
+    embedding = torch.zeros(len(dictionary), 2)
+    embedding[4:1004, 0] = 1.0
+    embedding[1004:2004] = torch.stack([angle.cos(), angle.sin()], 1).float()
+    found = similarity(embedding, dictionary, [(f"w{n}", f"w{n + 1000}", -y[n]) for n in range(1000)])
+    error = (1 - found.rho**2) * math.sqrt((1 + found.rho**2 / 2) / 1000)
+    low, high = found.interval
+    assert (high - low) / (2 * 1.96 * error) == pytest.approx(1, abs=0.12)
