@@ -173,7 +173,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("folders", nargs="*", metavar="DIR", help="folders that train.sh wrote, or CSV files of --csv")
     parser.add_argument("--columns", metavar="A,B,…", help="only these columns, in this order")
     parser.add_argument(
-        "--where", action="append", metavar="TEXT", help="only trainings whose command has this, or these"
+        "--where", action="append", default=[], metavar="TEXT", help="only trainings whose command has this, or these"
+    )
+    parser.add_argument(
+        "--without", action="append", default=[], metavar="TEXT", help="only trainings whose command has none of these"
     )
     parser.add_argument("--page", type=Path, metavar="FILE", help="make the tables of this page anew, and nothing else")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table here")
@@ -245,9 +248,12 @@ def all_rows(args: argparse.Namespace) -> list[dict]:
         rows.append(row)
         for sentence in damaged:
             print(f"collect_results.py: {sentence}", file=sys.stderr)
-    rows = [row for row in rows if all(text in row["command"] for text in args.where or ())]
+    rows = [row for row in rows if all(text in row["command"] for text in args.where)]
     if not rows:
         raise UserError(f"--where {' '.join(args.where)} is in no training's command")
+    rows = [row for row in rows if not any(text in row["command"] for text in args.without)]
+    if not rows:
+        raise UserError(f"--without {' '.join(args.without)} leaves no training: each command has one of these")
     return rows
 
 

@@ -260,6 +260,9 @@ def test_a_csv_file_stands_for_its_trainings(folder, capsys, tmp_path):
     collect_results.main([str(file), "--columns", "seed,valid ppl", "--where=multi30k", "--where=--seed"])
     rows, _ = table_of(capsys.readouterr().out)
     assert rows == [{"seed": "7", "valid ppl": "63.25"}, {"seed": "8", "valid ppl": "190.25"}]
+    collect_results.main([str(file), "--columns", "seed", "--where=--seed", "--without=--seed 7"])
+    rows, _ = table_of(capsys.readouterr().out)
+    assert rows == [{"seed": "8"}]
     collect_results.main([str(file), "--groups", "--columns", "valid ppl", "--where=--seed"])
     (row,), _ = table_of(capsys.readouterr().out)
     assert row == {"group": "mixtape-4", "n": "2", "valid ppl": "126.75 ± 89.80"}
@@ -430,6 +433,10 @@ def test_a_link_stays_one_and_a_pipe_is_written_to(folder, tmp_path):
         (["damaged.csv"], "damaged.csv is no table of trainings: give one that collect_results.py --csv wrote"),
         ([], "no training is given: name folders that train.sh wrote, or CSV files of --csv"),
         (["run", "--where", "moon"], "--where moon is in no training's command"),
+        (
+            ["run", "--without", "moon", "--without=train.sh"],
+            "--without moon train.sh leaves no training: each command has one of these",
+        ),
         (
             ["--page", "page.md"],
             "--page page.md has 0 times '<!-- collect_results.py ' and 0 whole blocks, "
