@@ -147,8 +147,11 @@ def draw_lines(path: str | Path, rows: Sequence[dict], x: str, y: str) -> None:
     places = sorted({row[x] for row in both})
     if places[0] > 0 and places[-1] >= 4 * places[0]:
         axes.set_xscale("log")
-    axes.set_xticks(places, [f"{place:g}" for place in places])
-    axes.minorticks_off()
+    if len(places) <= 6:  # more would run into each other
+        axes.set_xticks(places, [f"{place:g}" for place in places])
+        axes.minorticks_off()
+    else:
+        axes.xaxis.set_major_formatter("{x:,.7g}")
     axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
     axes.legend()

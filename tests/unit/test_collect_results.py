@@ -364,6 +364,21 @@ def test_a_line_for_each_layer_over_a_flag(folder, tmp_path, monkeypatch, capsys
     assert first[1] == pytest.approx(155 - 50**0.5)  # the standard deviation of 150 and 160
 
 
+def test_places_have_names_where_there_is_room(folder, tmp_path, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    drawn = []
+    monkeypatch.setattr(plt, "close", lambda figure: drawn.append(figure.axes[0]))
+    for number in 3, 7:
+        sizes = [f"{700_000 + n * n:,}" for n in range(number)]
+        logs = [start(parameters=size) + epoch(1, 9, 99) for size in sizes]
+        folders = [folder(f"{number}.{n}", train_log=log) for n, log in enumerate(logs)]
+        picture = str(tmp_path / "sizes.png")
+        collect_results.main([*map(str, folders), "--draw", "parameters", "valid ppl", picture])
+    few, many = [[label.get_text() for label in axes.get_xticklabels()] for axes in drawn]
+    assert few == ["700000", "700001", "700004"] and "700,010" in many and "700,001" not in many
+
+
 @pytest.mark.parametrize(
     "text, problem",
     [
