@@ -20,6 +20,7 @@ import pytest
 import torch
 from fairseq.data import Dictionary
 from fairseq.trainer import Trainer
+from training_logs import write_folder
 
 import mixtape_plugin
 from mixtape_plugin import errors
@@ -207,6 +208,20 @@ def data(corpus):
     prefixes = f"--trainpref={corpus}/train --validpref={corpus}/valid --testpref={corpus}/test,{corpus}/five"
     run("preprocess", "-s", "x", "-t", "y", "--destdir", corpus / "bin", *prefixes.split())
     return corpus / "bin"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A function that writes files into a new folder."""
+    return lambda name="run", **files: write_folder(tmp_path / name, **files)
+
+
+@pytest.fixture(scope="session")
+def text(corpus):
+    """One side of the corpus as the text of a language model."""
+    prefixes = [f"--{split}pref={corpus}/{split}.x" for split in ("train", "valid", "test")]
+    run("preprocess", "--only-source", "--padding-factor", 1, "--destdir", corpus / "text", *prefixes)
+    return corpus / "text"
 
 
 @pytest.fixture(scope="session")

@@ -271,7 +271,7 @@ def value_of_flag(command: str, name: str) -> str | None:
 
 def columns_of(rows: Sequence[dict]) -> list:
     """The columns of a table of these rows: those of translation, of dialog, of language models, or several of them."""
-    scores = [key[: -len(" signature")] for row in rows for key in row if key.endswith(" signature")]
+    scores = [name for row in rows for name in row if f"{name} signature" in row or row[name] == UNREADABLE]
     dialog = [row for row in rows if DIALOG in row or row.get("task") == "dialog"]
     translation = [
         row

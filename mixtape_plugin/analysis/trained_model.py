@@ -97,12 +97,12 @@ class TrainedModel:
         if isinstance(data, TokenStream):
             batches = (extract_features(self.model, b)[:2] for b in segments(self.task, split, batch_size or 1, 70))
         else:
-            batches = self._sentences(data, batch_size or 32)
+            batches = self._batches(data, batch_size or 32)
         for features, targets in batches:
             keep = targets.ne(self.task.target_dictionary.pad())
             yield features[keep], targets[keep]
 
-    def _sentences(self, data, size):
+    def _batches(self, data, size):
         device = self.layer.weight.device
         for begin in range(0, len(data), size):
             batch = data.collater([data[i] for i in range(begin, min(begin + size, len(data)))])

@@ -1,4 +1,4 @@
-"""Binarized data: read with any numpy, named where they are damaged, and batched to the last sentence."""
+"""Binarized data: read with any numpy, named where they are damaged, batched to the last sentence, nothing skipped."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field
+from typing import Union
 
 import torch
 from fairseq.data import Dictionary
@@ -17,6 +18,7 @@ from fairseq.models.transformer.transformer_legacy import base_architecture, tin
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from fairseq.tasks import FairseqTask
+from omegaconf import DictConfig
 from torch import nn
 
 from mixtape_plugin.errors import UserError, check_values
@@ -75,12 +77,7 @@ class MixtapeTransformerModel(TransformerModel):
 
     @classmethod
     def build_model(cls, args: Namespace, task: FairseqTask) -> "MixtapeTransformerModel":
-        # A Namespace even of an omegaconf tree, out of which TransformerConfig.from_namespace would lose our options.
-        args = complete_options(args, OutputLayerConfig, RelativePositionConfig)
-        check_options(args)
-        choose_attention(args)
-        check_dictionary(OutputLayerConfig.from_args(args), task.target_dictionary)
-        return super().build_model(args, task)
+        return super().build_model(prepare_options(args, task.target_dictionary), task)
 
     @classmethod
     def build_encoder(cls, args: Namespace, src_dict: Dictionary, embed_tokens: nn.Embedding) -> Encoder:
@@ -101,6 +98,19 @@ class MixtapeTransformerModel(TransformerModel):
             no_encoder_attn=args.no_cross_attention,
             output_projection=output_layer,
         )
+
+
+def prepare_options(args: Union[Namespace, DictConfig], target_dictionary: Dictionary) -> Namespace:
+    """The options of a model, whole and checked; a Namespace even of an omegaconf tree, out of which
+    TransformerConfig.from_namespace would lose ours."""
+    args = complete_options(args, OutputLayerConfig, RelativePositionConfig)
+    check_options(args)
+    check_dictionary(OutputLayerConfig.from_args(args), target_dictionary)
+    if not torch.cuda.is_available():
+        # On a CPU torch's flash attention takes seven times as long to differentiate in bfloat16 as in float32. The
+        # switch is the whole process's: the next model in float32 puts it back.
+        torch.backends.cuda.enable_flash_sdp(not getattr(args, "bf16", False))
+    return args
 
 
 def check_options(args: Namespace) -> None:
@@ -128,13 +138,6 @@ def check_options(args: Namespace) -> None:
                     f"--{name.replace('_', '-')} {getattr(args, name)} does not go with --max-relative-position "
                     f"{args.max_relative_position}: use --max-relative-position 0 or leave it out"
                 )
-
-
-def choose_attention(args: Namespace) -> None:
-    """On a CPU torch's flash attention takes seven times as long to differentiate in bfloat16 as in float32. The switch
-    is the whole process's: the next model in float32 puts it back."""
-    if not torch.cuda.is_available():
-        torch.backends.cuda.enable_flash_sdp(not getattr(args, "bf16", False))
 
 
 def relative_attention(cfg: TransformerConfig, embed_dim: int, num_heads: int) -> RelativeMultiheadAttention:

@@ -13,9 +13,9 @@ from fairseq.models.transformer_lm import (
 from fairseq.tasks import FairseqTask
 
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.models.options import add_options, complete_options
-from mixtape_plugin.models.transformer import Decoder, RelativePositionConfig, check_options, choose_attention
-from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer, check_dictionary
+from mixtape_plugin.models.options import add_options
+from mixtape_plugin.models.transformer import Decoder, RelativePositionConfig, prepare_options
+from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer
 
 
 @register_model("mixtape_transformer_lm")
@@ -34,17 +34,13 @@ class MixtapeTransformerLanguageModel(TransformerLanguageModel):
 
     @classmethod
     def build_model(cls, args: Namespace, task: FairseqTask) -> "MixtapeTransformerLanguageModel":
-        args = complete_options(args, OutputLayerConfig, RelativePositionConfig)
-        base_lm_architecture(args)
-        check_options(args)
+        args = prepare_options(args, task.target_dictionary)
         for name in ("adaptive_input", "character_embeddings", "tie_adaptive_weights"):
             if getattr(args, name):
                 raise UserError(
                     f"--{name.replace('_', '-')} does not go with --output-layer {args.output_layer}, which has one "
                     "embedding for each token: leave it out, or use fairseq's own transformer_lm"
                 )
-        choose_attention(args)
-        check_dictionary(OutputLayerConfig.from_args(args), task.target_dictionary)
 
         if args.decoder_layers_to_keep:
             args.decoder_layers = len(args.decoder_layers_to_keep.split(","))

@@ -241,15 +241,6 @@ def test_noise_of_the_rare_tokens_leaves_the_frequent_ones_alone(monkeypatch):
 # ------------------------------------------------------------------------------------------------- through fairseq
 
 
-@pytest.fixture(scope="module")
-def text(corpus, tmp_path_factory):
-    """One side of the toy corpus, binarized for language models."""
-    folder = tmp_path_factory.mktemp("text") / "bin"
-    prefixes = f"--trainpref={corpus}/train.x --validpref={corpus}/valid.x"
-    run("preprocess", "--only-source", "--destdir", folder, *prefixes.split())
-    return folder
-
-
 def language_model_args(text, folder, *more):
     model = "--arch awd_lstm_lm --embed-dim 16 --hidden-sizes 24,16 --gate-dim 8 --frequent-ratio 0.5"
     training = "--task bptt_language_modeling --tokens-per-sample 10 --batch-size 8 --criterion awd_lstm_cross_entropy"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import LAYERS, USER_DIR, make_dictionary, run
-from fairseq import checkpoint_utils
+from fairseq import checkpoint_utils, models
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_architecture
 from omegaconf import OmegaConf
@@ -23,8 +23,8 @@ SIZE = dict(decoder_layers=2, decoder_embed_dim=16, decoder_ffn_embed_dim=32, de
 TOKENS = torch.tensor([[7, 12, 30, 9, 2, 5, 8, 4], [4, 11, 25, 2, 6, 20, 21, 13]])
 
 
-def make_task(dictionary=None):
-    dictionary = dictionary or make_dictionary()
+def make_task():
+    dictionary = make_dictionary()
     return SimpleNamespace(
         source_dictionary=dictionary, target_dictionary=dictionary, args=SimpleNamespace(tokens_per_sample=8)
     )
@@ -94,11 +94,9 @@ def test_the_criterion_is_fairseqs_cross_entropy(output_layer):
 def test_positions_and_options_of_a_config_tree():
     """fairseq-hydra-train hands over an omegaconf tree of what was given; positions are as many as a block's tokens."""
     args = OmegaConf.create({"_name": "mixtape_transformer_lm", **SIZE, "output_layer": "moc", "num_components": 3})
-    model = MixtapeTransformerLanguageModel.build_model(args, make_task())
+    model = models.build_model(args, make_task())
     assert model.max_positions() == 8 and model.decoder.output_projection.num_components == 3
-    kept = MixtapeTransformerLanguageModel.build_model(
-        Namespace(**SIZE, decoder_layers_to_keep="0", max_target_positions=5), make_task()
-    )
+    kept = build(decoder_layers_to_keep="0", max_target_positions=5)
     assert kept.max_positions() == 5 and len(kept.decoder.layers) == 1
 
 
@@ -119,14 +117,6 @@ def test_positions_and_options_of_a_config_tree():
 def test_mistakes(options, message):
     with pytest.raises(UserError, match=re.escape(message)):
         build(**options)
-
-
-@pytest.fixture(scope="module")
-def text(corpus):
-    """The toy corpus's one side, binarized as the text of a language model."""
-    prefixes = [f"--{split}pref={corpus}/{split}.x" for split in ("train", "valid", "test")]
-    run("preprocess", "--only-source", "--padding-factor", 1, "--destdir", corpus / "text", *prefixes)
-    return corpus / "text"
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from recipes import load_script
 from scipy import stats
-from training_logs import DONE, epoch, start, table_of, write_folder
+from training_logs import DONE, epoch, start, table_of
 
 from mixtape_plugin.analysis.statistics import (
     Sample,
@@ -22,12 +22,6 @@ from mixtape_plugin.analysis.statistics import (
 from mixtape_plugin.errors import UserError
 
 collect_results = load_script("collect_results")
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A function that writes files into a new folder."""
-    return lambda name="run", **files: write_folder(tmp_path / name, **files)
 
 
 # ----------------------------------------------------------------------------------------------------------- tests

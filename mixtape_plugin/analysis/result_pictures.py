@@ -1,0 +1,110 @@
+"""The drawings of scripts/collect_results.py: curves, one column over another, a correlation."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Sequence
+
+from mixtape_plugin.analysis.pictures import pyplot, save
+from mixtape_plugin.analysis.statistics import Correlation, groups, numbers
+from mixtape_plugin.errors import UserError
+
+
+def draw_curves(path: str | Path, rows: Sequence[dict]) -> None:
+    """Validation perplexity against updates and, where it is known, against the hours that they take in training.
+
+    A line for each training, a colour for those that differ in seed alone. Only up to 2.5 times the lowest, with each
+    training's end in view: ends are what is compared.
+    """
+    plt = pyplot()
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
+
+    found = groups([row for row in rows if row["curve"]])
+    abscissae = {"updates": lambda row: list(row["curve"]), "hours of training": hours_of_training}
+    if not any(hours_of_training(row) for group in found for row in group.rows):
+        del abscissae["hours of training"]
+    figure, panels = plt.subplots(
+        1, len(abscissae), figsize=(1 + 6 * len(abscissae), 4.5), sharey=True, squeeze=False, constrained_layout=True
+    )
+    colors = plt.get_cmap("tab10" if len(found) <= 10 else "tab20").colors
+    for axes, (xlabel, abscissa) in zip(panels[0], abscissae.items()):
+        for number, group in enumerate(found):
+            name, seeds = group.name, {row["seed"] for row in group.rows}
+            if len(group.rows) > 1:
+                name += f", {len(group.rows)} {'seeds' if len(seeds) == len(group.rows) else 'trainings'}"
+            for row in filter(abscissa, group.rows):
+                curve = list(row["curve"].values())
+                marker = "o" if len(curve) < 30 else None
+                axes.plot(
+                    abscissa(row), curve, marker=marker, markersize=3, color=colors[number % len(colors)],
+                    label=name if row is group.rows[0] else None,
+                )  # fmt: skip
+        axes.set(yscale="log", xlabel=xlabel)
+        axes.grid(alpha=0.3, which="both")
+    first = panels[0][0]
+    shown = [list(row["curve"].values()) for group in found for row in group.rows]
+    lowest, highest_end = min(map(min, shown)), max(perplexities[-1] for perplexities in shown)
+    low, high = first.get_ylim()
+    low, high = first.set_ylim(max(low, lowest / 1.05), min(high, 1.05 * max(2.5 * lowest, highest_end)))
+    first.set_ylabel("validation perplexity")
+    first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 10 * low else MaxNLocator(8))
+    first.yaxis.set_major_formatter(ScalarFormatter())
+    first.yaxis.set_minor_formatter(NullFormatter())
+    first.legend()
+    save(plt, figure, path)
+
+
+def hours_of_training(row: dict) -> list[float] | None:
+    """When each validation was due at the training's median speed: no standstill, and nothing done twice, counts.
+
+    None where it was not validated once an epoch, or its speed is not known.
+    """
+    validations, seconds = list(row["curve"]), row["s an epoch"]
+    if not validations or len(validations) != row["epochs"] or seconds is None:
+        return None
+    return [updates / validations[0] * seconds / 3600 for updates in validations]
+
+
+def draw_lines(path: str | Path, rows: Sequence[dict], x: str, y: str) -> None:
+    """One column over another, a line for each layer: means of the trainings with the same x, with their deviations."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(6, 4.5), constrained_layout=True)
+    both = [row for row in rows if numbers([row], x) and numbers([row], y)]
+    if not both:
+        raise UserError(f"--draw {x} {y} has nothing to draw: no training has numbers for both")
+    for layer in dict.fromkeys(row["layer"] for row in both):
+        values = {}
+        for row in both:
+            if row["layer"] == layer:
+                values.setdefault(row[x], []).append(row[y])
+        at = sorted(values)
+        deviations = [statistics.stdev(values[place]) if len(values[place]) > 1 else 0 for place in at]
+        axes.errorbar(
+            at, [statistics.mean(values[place]) for place in at], deviations, fmt="o-", capsize=3, label=layer
+        )
+    places = sorted({row[x] for row in both})
+    if places[0] > 0 and places[-1] >= 4 * places[0]:
+        axes.set_xscale("log")
+    if len(places) <= 6:  # more would run into each other
+        axes.set_xticks(places, [f"{place:g}" for place in places])
+        axes.minorticks_off()
+    else:
+        axes.xaxis.set_major_formatter("{x:,.7g}")
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save(plt, figure, path)
+
+
+def draw_correlation(path: str | Path, found: Correlation, x: str, y: str) -> None:
+    """One column over another, a colour for each layer."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(6, 4.5), constrained_layout=True)
+    for layer in dict.fromkeys(row["layer"] for row in found.rows):
+        rows = [row for row in found.rows if row["layer"] == layer]
+        axes.scatter(numbers(rows, x), numbers(rows, y), label=layer or "unknown")
+    axes.set(xlabel=x, ylabel=y, title=f"Pearson r = {found.r:.2f}, p = {found.p:.2g}, n = {len(found.rows)}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save(plt, figure, path)

@@ -1,0 +1,94 @@
+"""The pictures of scripts/collect_results.py: what is drawn, where, and under which name."""
+
+import pytest
+from recipes import load_script
+from training_logs import epoch, start, table_of
+
+collect_results = load_script("collect_results")
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The panels of each picture drawn."""
+    import matplotlib.pyplot as plt
+
+    pictures = []
+    monkeypatch.setattr(plt, "close", lambda figure: pictures.append(figure.axes))
+    return pictures
+
+
+def test_plot(folder, drawn, tmp_path):
+    one = folder("one", train_log=start() + epoch(1, 274, 200.5) + epoch(2, 548, 63.25))
+    two = folder("two", train_log=start("softmax", 1) + epoch(1, 300, 150))
+    three = folder("three", train_log=start("softmax", 3) + epoch(1, 300, 140))
+    again = folder("again", train_log=start() + epoch(1, 274, 200.5))
+    none = folder("none", train_log=start("softmax", 2))
+    collect_results.main([*map(str, (one, two, three, again, none)), "--plot", str(tmp_path / "curves.png")])
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    axes = drawn[0][0]
+    lines = axes.lines
+    mixtape, softmax = [[[274, 200.5], [548, 63.25]], [[274, 200.5]]], [[[300, 150]], [[300, 140]]]
+    assert [line.get_xydata().tolist() for line in lines] == mixtape + softmax
+    colors = [line.get_color() for line in lines]
+    assert colors[0] == colors[1] != colors[2] == colors[3]
+    assert [text.get_text() for text in axes.get_legend().texts] == ["mixtape-4, 2 trainings", "softmax, 2 seeds"]
+    low, high = axes.get_ylim()
+    assert sum(low <= tick <= high for tick in axes.get_yticks()) > 3
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_plot_shows_where_trainings_end(folder, drawn, tmp_path):
+    whole = folder("whole", train_log=start() + epoch(1, 100, 400.5) + epoch(2, 200, 6.25) + epoch(3, 300, 6))
+    stopped = folder("stopped", train_log=start("softmax", 1) + epoch(1, 100, 300) + epoch(2, 200, 30))
+    for folders, highest in (([whole], 15), ([whole, stopped], 30)):  # 2.5 × 6; the other's end
+        collect_results.main([*map(str, folders), "--plot", str(tmp_path / "curves.png")])
+        low, high = drawn[-1][0].get_ylim()
+        assert 5.5 < low < 6 and highest < high < 1.1 * highest
+
+
+def test_a_plot_has_hours_where_speeds_are_known(folder, drawn, tmp_path):
+    # seconds an epoch: 360, the median; the third, of 100 updates, has a standstill
+    log = epoch(1, 300, 200, train_wall=300) + epoch(2, 600, 150, train_wall=360) + epoch(3, 700, 140, train_wall=720)
+    known = folder("known", train_log=start() + log)
+    twice = folder("twice", train_log=start("softmax", 1) + epoch(1, 100, 300) + epoch(1, 200, 30))
+    collect_results.main([str(known), str(twice), "--plot", str(tmp_path / "curves.png")])
+    by_updates, by_hours = drawn[0]
+    assert [len(panel.lines) for panel in (by_updates, by_hours)] == [2, 1]
+    assert by_hours.get_xlabel() == "hours of training"
+    assert by_hours.lines[0].get_xydata().tolist() == [
+        [pytest.approx(hours), perplexity] for hours, perplexity in ((0.1, 200), (0.2, 150), (700 / 3000, 140))
+    ]
+    collect_results.main([str(twice), "--plot", str(tmp_path / "curves.png")])
+    assert len(drawn[1]) == 1
+
+
+def test_a_line_for_each_layer_over_a_flag(folder, drawn, tmp_path, capsys):
+    runs = [("softmax", 1, 32, 150), ("softmax", 2, 32, 160), ("softmax", 1, 64, 120), ("mixtape", 1, 32, 140)]
+    folders = [
+        folder(
+            f"{n}", train_log=start(layer, seed).replace("\n", f" --width 8 --width={e} --dry\n", 1) + epoch(1, 9, ppl)
+        )
+        for n, (layer, seed, e, ppl) in enumerate(runs)
+    ]
+    folders.append(folder("none", train_log=start() + epoch(1, 9, 99)))
+    options = ["--columns", "seed,width,dry,valid ppl", "--draw", "width", "valid ppl", str(tmp_path / "width.png")]
+    collect_results.main([*map(str, folders), *options])
+    rows, _ = table_of(capsys.readouterr().out)
+    assert [(row["width"], row["dry"]) for row in rows] == [*[(str(run[2]), "yes") for run in runs], ("–", "–")]
+    assert (tmp_path / "width.png").read_bytes().startswith(b"\x89PNG")
+    lines = {bars.get_label(): bars for bars in drawn[0][0].containers}
+    points = {name: bars.lines[0].get_xydata().tolist() for name, bars in lines.items()}
+    assert points == {"softmax": [[32, 155], [64, 120]], "mixtape-4": [[32, 140]]}
+    ((first, _), *_) = lines["softmax"].lines[2][0].get_segments()
+    assert first[1] == pytest.approx(155 - 50**0.5)  # the standard deviation of 150 and 160
+
+
+def test_places_have_names_where_there_is_room(folder, drawn, tmp_path):
+    for number in 3, 7:
+        sizes = [f"{700_000 + n * n:,}" for n in range(number)]
+        logs = [start(parameters=size) + epoch(1, 9, 99) for size in sizes]
+        folders = [folder(f"{number}.{n}", train_log=log) for n, log in enumerate(logs)]
+        picture = str(tmp_path / "sizes.png")
+        collect_results.main([*map(str, folders), "--draw", "parameters", "valid ppl", picture])
+    few, many = [[label.get_text() for label in axes.get_xticklabels()] for (axes,) in drawn]
+    assert few == ["700000", "700001", "700004"] and "700,010" in many and "700,001" not in many
