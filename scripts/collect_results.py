@@ -179,7 +179,7 @@ def report(args: argparse.Namespace) -> str:
         found = groups(rows)
         baseline = find_baseline(found, args.baseline) if args.baseline else None
         lines, tests = compare(found, baseline)
-        over_seeds = groups_markdown(lines, tests, baseline, columns)
+        over_seeds = groups_markdown(found, lines, tests, baseline, columns)
         text = over_seeds if columns else f"{text}\n{over_seeds}"
     measured = [{**row, **{name: value_of(row[name]) for name in flags}} for row in rows]
     if args.correlate:

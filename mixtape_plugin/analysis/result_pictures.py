@@ -14,8 +14,9 @@ from mixtape_plugin.errors import UserError
 def draw_curves(path: str | Path, rows: Sequence[dict]) -> None:
     """Validation perplexity against updates and, where it is known, against the hours that they take in training.
 
-    A line for each training, a colour for those that differ in seed alone. Only up to 2.5 times the lowest, with each
-    training's end in view: ends are what is compared.
+    Trainings that differ in seed alone have one colour: their mean and a band from the lowest to the highest, or, where
+    they were validated at different updates, a line each. Only up to 2.5 times the lowest, with each training's end in
+    view: ends are what is compared.
     """
     plt = pyplot()
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
@@ -33,13 +34,16 @@ def draw_curves(path: str | Path, rows: Sequence[dict]) -> None:
             name, seeds = group.name, {row["seed"] for row in group.rows}
             if len(group.rows) > 1:
                 name += f", {len(group.rows)} {'seeds' if len(seeds) == len(group.rows) else 'trainings'}"
-            for row in filter(abscissa, group.rows):
-                curve = list(row["curve"].values())
-                marker = "o" if len(curve) < 30 else None
-                axes.plot(
-                    abscissa(row), curve, marker=marker, markersize=3, color=colors[number % len(colors)],
-                    label=name if row is group.rows[0] else None,
-                )  # fmt: skip
+            rows = list(filter(abscissa, group.rows))
+            alike = len({tuple(row["curve"]) for row in rows}) == 1
+            for together in [rows] if alike else [[row] for row in rows]:
+                x = [statistics.median(places) for places in zip(*map(abscissa, together))]
+                at = list(zip(*(row["curve"].values() for row in together)))
+                color, marker = colors[number % len(colors)], "o" if len(x) < 30 else None
+                axes.plot(x, list(map(statistics.fmean, at)), marker=marker, markersize=3, color=color, label=name)
+                if len(together) > 1:
+                    axes.fill_between(x, list(map(min, at)), list(map(max, at)), color=color, alpha=0.25, linewidth=0)
+                name = None  # once in the legend
         axes.set(yscale="log", xlabel=xlabel)
         axes.grid(alpha=0.3, which="both")
     first = panels[0][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import statistics
@@ -127,14 +128,72 @@ def p_values(first: Sample | None, second: Sample | None) -> tuple:
     )
 
 
+@dataclass
+class Scatter:
+    """What trainings of one command differ by: the standard deviation within the groups, pooled over all of them.
+
+    s² = Σ_groups Σ_seeds (y − mean of the group)² / df, df = Σ_groups (n − 1). Of a perplexity y is the logarithm, so
+    that differences are ratios.
+    """
+
+    std: float
+    df: int
+
+    def half_width(self, first: int, second: int, comparisons: int = 1) -> float:
+        """Of the 95% interval of the difference of two means of so many trainings; of several comparisons together by
+        Bonferroni's inequality."""
+        return float(stats.t.ppf(1 - 0.025 / comparisons, self.df)) * self.std * math.sqrt(1 / first + 1 / second)
+
+
+def is_ratio(column: str) -> bool:
+    """Whether the column's differences are told in percent."""
+    return column.endswith("ppl")
+
+
+def scores_of(group: Group, column: str) -> list:
+    """The group's values, of perplexities the logarithms."""
+    values = numbers(group.rows, column)
+    return [math.log(value) for value in values if value > 0] if is_ratio(column) else values
+
+
+def scatter(found: Sequence[Group], column: str) -> Scatter | None:
+    """None where no group has two values, or none of them differ."""
+    samples = [values for values in (scores_of(group, column) for group in found) if values]
+    df = sum(len(values) - 1 for values in samples)
+    squares = sum((value - statistics.fmean(values)) ** 2 for values in samples for value in values)
+    return Scatter(math.sqrt(squares / df), df) if df and squares else None
+
+
+def differences(found: Sequence[Group], baseline: Group, column: str) -> dict:
+    """By the group's name: its mean's difference from the baseline's, and the ends of its 95% interval.
+
+    In percent for perplexities (of geometric means), else in the column's unit. The intervals hold together in 95 of
+    100 cases, where all groups' seeds scatter alike: a group of a single training has one too.
+    """
+    pooled, origin = scatter(found, column), scores_of(baseline, column)
+    others = [(group, scores_of(group, column)) for group in found if group is not baseline]
+    others = [(group, values) for group, values in others if values]
+    if pooled is None or not origin:
+        return {}
+    found = {}
+    for group, values in others:
+        middle = statistics.fmean(values) - statistics.fmean(origin)
+        half = pooled.half_width(len(values), len(origin), len(others))
+        ends = (middle, middle - half, middle + half)
+        found[group.name] = tuple(100 * math.expm1(end) for end in ends) if is_ratio(column) else ends
+    return found
+
+
 def compare(found: Sequence[Group], baseline: Group | None = None) -> tuple:
     """A line for each group, as a dictionary, and the number of tests that were made.
 
     Columns: ``group``, ``n``, ``command``; mean and, with " sd" after the name, standard deviation of what is
-    measured; and of each score against the baseline's "p Student, …" and "p Welch, …".
+    measured; and of each score its :func:`differences` from the baseline, "…, difference", "…, lowest" and
+    "…, highest", and "p Student, …" and "p Welch, …".
     """
     columns = [name for name in columns_of([row for group in found for row in group.rows]) if name not in NOT_MEASURED]
     lines, tests = [], 0
+    apart = {column: differences(found, baseline, column) for column in columns if baseline and column in TESTED}
     for group in found:
         line = {"group": group.name, "n": len(group.rows), "command": group.command}
         for column in columns:
@@ -142,6 +201,8 @@ def compare(found: Sequence[Group], baseline: Group | None = None) -> tuple:
             line[column], line[f"{column} sd"] = (sample.mean, sample.std) if sample else (None, None)
             if baseline is None or group is baseline or column not in TESTED:
                 continue
+            ends = apart[column].get(group.name, (None, None, None))
+            line.update(zip((f"{column}, {end}" for end in ("difference", "lowest", "highest")), ends))
             student, welch = p_values(sample, baseline.sample(column))
             line[f"p Student, {column}"], line[f"p Welch, {column}"] = student, welch
             tests += student is not None
@@ -150,27 +211,39 @@ def compare(found: Sequence[Group], baseline: Group | None = None) -> tuple:
 
 
 def groups_markdown(
-    lines: Sequence[dict], tests: int, baseline: Group | None = None, columns: Sequence[str] | None = None
+    found: Sequence[Group],
+    lines: Sequence[dict],
+    tests: int,
+    baseline: Group | None = None,
+    columns: Sequence[str] | None = None,
 ) -> str:
     """The lines of :func:`compare` as a Markdown table, without the columns that no group has anything in.
 
-    With ``columns`` only those, ``group`` and ``n``, and how likely their differences are.
+    With ``columns`` only those, ``group`` and ``n``, and how far and how surely they differ.
     """
     names = dict.fromkeys(name for line in lines for name in line if line[name] is not None)
-    shown = [name for name in names if name != "command" and not name.endswith(" sd")]
+    hidden = ("command", " sd", ", lowest", ", highest")
+    shown = [name for name in names if not name.endswith(hidden)]
     if columns:
-        chances = [f"p {test}, {name}" for name in columns for test in ("Student", "Welch")]
-        shown = [name for name in dict.fromkeys(("group", "n", *columns, *chances)) if name in shown]
+        more = [f"{name}, difference" for name in columns]
+        more += [f"p {test}, {name}" for name in columns for test in ("Student", "Welch")]
+        shown = [name for name in dict.fromkeys(("group", "n", *columns, *more)) if name in shown]
         tests = sum(line.get(name) is not None for line in lines for name in shown if name.startswith("p Student"))
+    compared = [name[: -len(", difference")] for name in shown if name.endswith(", difference")]
 
     def value(line, name):
         number = line.get(name)
         if isinstance(number, str) or name == "n":
             return str(number)
         if number is None:
-            return "" if name.startswith("p ") else NOT_RUN
+            return "" if name.startswith("p ") or name.endswith(", difference") else NOT_RUN
         if name.startswith("p "):
             return f"{number:.3g}"
+        if name.endswith(", difference"):
+            column = name[: -len(", difference")]
+            decimals, unit = (1, "%") if is_ratio(column) else (digits(column), "")
+            low, high = (line[f"{column}, {end}"] for end in ("lowest", "highest"))
+            return f"{number:+.{decimals}f}{unit} [{low:+.{decimals}f}, {high:+.{decimals}f}]"
         deviation = line.get(f"{name} sd")
         if number == int(number) and not deviation:  # parameters, and what is counted
             return f"{number:,.0f}"
@@ -179,6 +252,11 @@ def groups_markdown(
 
     text = table(shown, ([value(line, name) for name in shown] for line in lines))
     text += "\nMean ± sample standard deviation of n trainings that differ in their seed alone.\n"
+    if compared:
+        text += (
+            f"difference: from {baseline.name}, with 95% intervals that hold together (Bonferroni), "
+            f"the scatter of seeds pooled over all groups. {chance_of_seeds(found, compared)}\n"
+        )
     if baseline:
         text += (
             f"p: unpaired two-sided t-test against {baseline.name}, equal variances (Student) and not (Welch); "
@@ -186,6 +264,17 @@ def groups_markdown(
             "where nothing differs one in twenty has p < .05.\n"
         )
     return text
+
+
+def chance_of_seeds(found: Sequence[Group], columns: Sequence[str]) -> str:
+    """How far apart two single trainings are by their seeds."""
+    apart = []
+    for column in columns:
+        pooled = scatter(found, column)
+        width = pooled.half_width(1, 1)
+        text = f"{100 * math.expm1(width):.1f}%" if is_ratio(column) else f"{width:.{digits(column)}f}"
+        apart.append(f"{text} in {column} ({pooled.df} degrees of freedom)")
+    return f"Two trainings that differ in their seed alone are in 95 of 100 cases less than {', '.join(apart)} apart."
 
 
 @dataclass

@@ -27,10 +27,12 @@ def test_plot(folder, drawn, tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     axes = drawn[0][0]
     lines = axes.lines
-    mixtape, softmax = [[[274, 200.5], [548, 63.25]], [[274, 200.5]]], [[[300, 150]], [[300, 140]]]
+    mixtape, softmax = [[[274, 200.5], [548, 63.25]], [[274, 200.5]]], [[[300, 145]]]  # two seeds: their mean
     assert [line.get_xydata().tolist() for line in lines] == mixtape + softmax
     colors = [line.get_color() for line in lines]
-    assert colors[0] == colors[1] != colors[2] == colors[3]
+    assert colors[0] == colors[1] != colors[2]
+    (band,) = axes.collections
+    assert band.get_paths()[0].get_extents().intervaly.tolist() == [140, 150]
     assert [text.get_text() for text in axes.get_legend().texts] == ["mixtape-4, 2 trainings", "softmax, 2 seeds"]
     low, high = axes.get_ylim()
     assert sum(low <= tick <= high for tick in axes.get_yticks()) > 3

@@ -12,8 +12,10 @@ from training_logs import DONE, epoch, start, table_of
 
 from mixtape_plugin.analysis.statistics import (
     Sample,
+    chance_of_seeds,
     compare,
     correlate,
+    differences,
     find_baseline,
     groups,
     groups_markdown,
@@ -149,8 +151,55 @@ def test_compare():
     assert moc["test ppl sd"] is None and moc["p Student, test ppl"] is None and moc["valid ppl"] is None
     assert "p Student, test ppl" not in softmax and "p Student, rank" not in mos
     lines, tests = compare(found, found[0])
-    assert "; 1 comparison," in groups_markdown(lines, tests, found[0], ["test ppl"])
-    assert "; 0 comparisons," in groups_markdown(lines, tests, found[0], ["rank"])  # none is shown
+    assert "; 1 comparison," in groups_markdown(found, lines, tests, found[0], ["test ppl"])
+    assert "; 0 comparisons," in groups_markdown(found, lines, tests, found[0], ["rank"])  # none is shown
+
+
+def trainings_of(column, **layers):
+    return groups(
+        [
+            row(f"train.sh {layer}", seed, layer, layer, **{column: value})
+            for layer, values in layers.items()
+            for seed, value in enumerate(values)
+        ]
+    )
+
+
+def test_an_interval_ends_where_students_test_has_five_percent():
+    softmax, mos = [57.2, 57.0, 57.05, 57.4], [55.1, 54.8]
+    for column in ("test ppl", "BLEU 13a"):
+        map_, back = (np.log, lambda end: math.log(1 + end / 100)) if column == "test ppl" else (np.array, float)
+        found = trainings_of(column, softmax=softmax, mos=mos)
+        middle, *ends = map(back, differences(found, found[0], column)["mos"])
+        assert middle == pytest.approx(np.mean(map_(mos)) - np.mean(map_(softmax)))
+        assert ends[0] < middle < ends[1]
+        for end in ends:
+            assert stats.ttest_ind(map_(mos), map_(softmax) + end).pvalue == pytest.approx(0.05)
+
+
+def test_intervals_of_several_groups_are_those_of_a_regression():
+    """On a dummy for each layer, with Bonferroni's quantile; also for the layer of one seed."""
+    layers = {"softmax": [38.6, 38.5, 38.0], "moc": [39.1, 39.3], "mixtape": [37.6]}
+    found = trainings_of("BLEU 13a", **layers)
+    y = np.concatenate(list(layers.values()))
+    design = np.array([[1, 0, 0]] * 3 + [[1, 1, 0]] * 2 + [[1, 0, 1]])
+    effects, squares, *_ = np.linalg.lstsq(design, y, rcond=None)
+    covariance = np.linalg.inv(design.T @ design) * squares[0] / 3
+    for place, layer in ((1, "moc"), (2, "mixtape")):
+        half = stats.t.ppf(1 - 0.05 / 4, 3) * covariance[place, place] ** 0.5
+        expected = [effects[place], effects[place] - half, effects[place] + half]
+        assert list(differences(found, found[0], "BLEU 13a")[layer]) == pytest.approx(expected)
+    apart = stats.t.ppf(0.975, 3) * (2 * squares[0] / 3) ** 0.5
+    assert f"less than {apart:.2f} in BLEU 13a (3 degrees of freedom) apart" in chance_of_seeds(found, ["BLEU 13a"])
+
+
+@pytest.mark.parametrize(
+    "layers", [{"softmax": [57.0], "mos": [55.0]}, {"softmax": [57.0, 57.0], "mos": [55.0]}, {"mos": [5, 6]}]
+)
+def test_no_interval_without_scatter_or_baseline(layers):
+    found = trainings_of("test ppl", **{"softmax": [], **layers})
+    origin = found[0] if "softmax" in layers else groups([row("train.sh softmax", 1)])[0]
+    assert differences(found, origin, "test ppl") == {}
 
 
 # --------------------------------------------------------------------------------------------------- the command line
@@ -184,6 +233,10 @@ def test_groups_on_the_command_line(trainings, capsys, tmp_path):
         and mixtape["s an epoch"] == "440"
     )
     student = stats.ttest_ind([100, 104, 102], [90, 93]).pvalue
+    assert mixtape["test ppl, difference"] == "-10.3% [-15.6, -4.7]"  # e^(−.1086 ± 3.182 · .0209 · √(1/2 + 1/3)) − 1
+    assert softmax["test ppl, difference"] == "" and notes[-2].startswith(
+        "difference: from softmax, with 95% intervals"
+    )
     assert mixtape["p Student, test ppl"] == f"{student:.3g}" and softmax["p Student, test ppl"] == ""
     assert (
         notes[-1].startswith("p: unpaired two-sided t-test against softmax")
@@ -197,7 +250,8 @@ def test_groups_on_the_command_line(trainings, capsys, tmp_path):
     collect_results.main([*map(str, trainings), "--baseline", "softmax", "--columns", "test ppl"])
     (_, shown), _ = table_of(capsys.readouterr().out)
     assert shown == {
-        name: mixtape[name] for name in ("group", "n", "test ppl", "p Student, test ppl", "p Welch, test ppl")
+        name: mixtape[name]
+        for name in ("group", "n", "test ppl", "test ppl, difference", "p Student, test ppl", "p Welch, test ppl")
     }
 
 
