@@ -13,7 +13,9 @@ similarity.json of scripts/analyze.py. A value without a file is "not run", one 
 "unreadable".
 
 --groups puts trainings whose commands differ in --seed and --save alone into one line: mean ± standard deviation.
---baseline LAYER adds how likely a difference as large is where there is none: p of Student's and of Welch's t-test.
+--baseline LAYER adds how far each score is from that layer's, with 95% intervals (perplexities in percent), and how
+likely a difference as large is where there is none: p of Student's and of Welch's t-test ("p Student" and "p Welch" of
+--columns).
 --correlate prints Pearson's r of two columns and draws one over the other.
 --draw X Y PNG draws a line for each layer: means over trainings with the same X, and their standard deviations.
 A column may be a flag of the trainings' commands, too: embed-dim is what they give --embed-dim, "–" where they do not.
@@ -57,6 +59,7 @@ from mixtape_plugin.analysis.results import (
     value_of_flag,
 )
 from mixtape_plugin.analysis.statistics import (
+    P_VALUES,
     compare,
     correlate,
     find_baseline,
@@ -171,7 +174,7 @@ def report(args: argparse.Namespace) -> str:
             for row in rows:
                 row[name] = value_of_flag(row["command"], name) or "–"
     known += flags
-    unknown = [name for name in columns or () if name not in known and not name.startswith("p ")]
+    unknown = [name for name in columns or () if name not in known and not (args.baseline and name in P_VALUES)]
     if unknown:
         raise UserError(f"--columns {unknown[0]} is none of {', '.join(columns_of(rows))}")
     text, lines, correlation, scatter = markdown(rows, columns), [], None, None

@@ -14,8 +14,9 @@ from scipy import stats
 from mixtape_plugin.analysis.results import BITS, NOT_RUN, TRANSLATION, UNKNOWN, columns_of, digits, table
 from mixtape_plugin.errors import UserError
 
-TESTED = ("valid ppl", "test ppl", *BITS[1:], *TRANSLATION)
-NOT_MEASURED = ("training", "layer", "seed", "updates", "ended", "tokens/s", "wall s", "commit")
+TESTED = ("valid ppl", "test ppl", *BITS[1:], *(f"valid {name}" for name in TRANSLATION), *TRANSLATION)
+P_VALUES = ("p Student", "p Welch")
+NOT_MEASURED = ("training", "layer", "seed", "updates", "ended", "wall s", "commit")
 
 
 @dataclass
@@ -219,16 +220,19 @@ def groups_markdown(
 ) -> str:
     """The lines of :func:`compare` as a Markdown table, without the columns that no group has anything in.
 
-    With ``columns`` only those, ``group`` and ``n``, and how far and how surely they differ.
+    With ``columns`` only ``group``, ``n``, those, and how far they differ; how surely, where ``columns`` has
+    "p Student" or "p Welch".
     """
     names = dict.fromkeys(name for line in lines for name in line if line[name] is not None)
     hidden = ("command", " sd", ", lowest", ", highest")
     shown = [name for name in names if not name.endswith(hidden)]
     if columns:
         more = [f"{name}, difference" for name in columns]
-        more += [f"p {test}, {name}" for name in columns for test in ("Student", "Welch")]
+        more += [f"{test}, {name}" for name in columns for test in P_VALUES if test in columns]
         shown = [name for name in dict.fromkeys(("group", "n", *columns, *more)) if name in shown]
-        tests = sum(line.get(name) is not None for line in lines for name in shown if name.startswith("p Student"))
+        tests = sum(
+            any(line.get(f"{test}, {name}") is not None for test in P_VALUES) for line in lines for name in columns
+        )
     compared = [name[: -len(", difference")] for name in shown if name.endswith(", difference")]
 
     def value(line, name):
@@ -257,7 +261,7 @@ def groups_markdown(
             f"difference: from {baseline.name}, with 95% intervals that hold together (Bonferroni), "
             f"the scatter of seeds pooled over all groups. {chance_of_seeds(found, compared)}\n"
         )
-    if baseline:
+    if any(name.startswith("p ") for name in shown):
         text += (
             f"p: unpaired two-sided t-test against {baseline.name}, equal variances (Student) and not (Welch); "
             f"{tests} comparison{'' if tests == 1 else 's'}, not corrected for their number: "

@@ -151,8 +151,10 @@ def test_compare():
     assert moc["test ppl sd"] is None and moc["p Student, test ppl"] is None and moc["valid ppl"] is None
     assert "p Student, test ppl" not in softmax and "p Student, rank" not in mos
     lines, tests = compare(found, found[0])
-    assert "; 1 comparison," in groups_markdown(found, lines, tests, found[0], ["test ppl"])
-    assert "; 0 comparisons," in groups_markdown(found, lines, tests, found[0], ["rank"])  # none is shown
+    text = groups_markdown(found, lines, tests, found[0], ["test ppl", "p Welch"])
+    assert "; 1 comparison," in text and "| p Welch, test ppl |" in text and "| p Student" not in text
+    for columns in (["test ppl"], ["rank", "p Welch"]):
+        assert "t-test" not in groups_markdown(found, lines, tests, found[0], columns)  # none is shown
 
 
 def trainings_of(column, **layers):
@@ -247,11 +249,10 @@ def test_groups_on_the_command_line(trainings, capsys, tmp_path):
     assert float(lines[1]["p Student, test ppl"]) == pytest.approx(student) and lines[0]["p Student, test ppl"] == ""
     assert lines[1]["command"] == "examples/multi30k/train.sh mixtape" and float(lines[1]["rank sd"]) > 0
 
-    collect_results.main([*map(str, trainings), "--baseline", "softmax", "--columns", "test ppl"])
+    collect_results.main([*map(str, trainings), "--baseline", "softmax", "--columns", "test ppl,p Student"])
     (_, shown), _ = table_of(capsys.readouterr().out)
     assert shown == {
-        name: mixtape[name]
-        for name in ("group", "n", "test ppl", "test ppl, difference", "p Student, test ppl", "p Welch, test ppl")
+        name: mixtape[name] for name in ("group", "n", "test ppl", "test ppl, difference", "p Student, test ppl")
     }
 
 
@@ -282,6 +283,7 @@ def test_correlation_on_the_command_line(trainings, capsys, tmp_path, monkeypatc
             ["--correlate", "rank", "test ppl", "--range", "90", "94"],
             "at least 3 trainings that have both, there are 2",
         ),
+        (["--columns", "test ppl,p Welch"], "--columns p Welch is none of"),  # without a baseline
         (["--range", "1", "2"], "--range .* needs --correlate: name two columns"),
         (["--correlate", "rank", "test ppl", "--scatter", "a.txt"], "--scatter a.txt is not allowed"),
     ],
