@@ -30,6 +30,7 @@ from mixtape_plugin.fairseq_compat.training_loop import (
     name_the_update_that_diverged,
     prepare_every_process_for_a_checkpoint,
     resume_reduce_lr_on_plateau,
+    resume_with_the_batches_of_the_first_epoch,
 )
 from mixtape_plugin.fairseq_compat.warning_filters import silence_known_deprecations
 
@@ -57,4 +58,5 @@ def apply() -> None:
     prepare_every_process_for_a_checkpoint()
     keep_the_count_of_patience()
     resume_reduce_lr_on_plateau()
+    resume_with_the_batches_of_the_first_epoch()
     end_training_that_is_finished()

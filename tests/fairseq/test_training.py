@@ -206,6 +206,17 @@ def test_resume_after_a_kill_equals_an_uninterrupted_run(data, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("update", [6, 15], ids=["at an epoch's end", "in the middle of the third"])
+def test_a_training_resumed_later_has_the_same_batches(update, data, tmp_path):
+    """Epochs have 6 updates."""
+    more = "--dropout 0.2 --seed 3 --max-update".split()
+    uninterrupted = loss_curve(run("train", *train_args(data, tmp_path / "whole", *more, "20")).log)
+    run("train", *train_args(data, tmp_path / "resumed", *more, str(update)))
+    resumed = loss_curve(run("train", *train_args(data, tmp_path / "resumed", *more, "20")).log)
+    assert resumed == {number: uninterrupted[number] for number in range(update + 1, 21)}
+
+
+@pytest.mark.slow
 def test_patience_counts_across_interruptions(data, tmp_path):
     """With a learning rate of 0 validation never improves: an early stop after epoch 4, also of an interrupted run."""
 
