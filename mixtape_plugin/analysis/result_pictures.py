@@ -34,9 +34,9 @@ def draw_curves(path: str | Path, rows: Sequence[dict]) -> None:
             name, seeds = group.name, {row["seed"] for row in group.rows}
             if len(group.rows) > 1:
                 name += f", {len(group.rows)} {'seeds' if len(seeds) == len(group.rows) else 'trainings'}"
-            rows = list(filter(abscissa, group.rows))
-            alike = len({tuple(row["curve"]) for row in rows}) == 1
-            for together in [rows] if alike else [[row] for row in rows]:
+            known = list(filter(abscissa, group.rows))
+            alike = len({tuple(row["curve"]) for row in known}) == 1
+            for together in [known] if alike else [[row] for row in known]:
                 x = [statistics.median(places) for places in zip(*map(abscissa, together))]
                 at = list(zip(*(row["curve"].values() for row in together)))
                 color, marker = colors[number % len(colors)], "o" if len(x) < 30 else None

@@ -159,9 +159,9 @@ def scores_of(group: Group, column: str) -> list:
 
 def scatter(found: Sequence[Group], column: str) -> Scatter | None:
     """None where no group has two values, or none of them differ."""
-    samples = [values for values in (scores_of(group, column) for group in found) if values]
+    samples = [values for values in (scores_of(group, column) for group in found) if len(values) > 1]
     df = sum(len(values) - 1 for values in samples)
-    squares = sum((value - statistics.fmean(values)) ** 2 for values in samples for value in values)
+    squares = sum((len(values) - 1) * statistics.variance(values) for values in samples)
     return Scatter(math.sqrt(squares / df), df) if df and squares else None
 
 
@@ -176,13 +176,13 @@ def differences(found: Sequence[Group], baseline: Group, column: str) -> dict:
     others = [(group, values) for group, values in others if values]
     if pooled is None or not origin:
         return {}
-    found = {}
+    apart = {}
     for group, values in others:
         middle = statistics.fmean(values) - statistics.fmean(origin)
         half = pooled.half_width(len(values), len(origin), len(others))
         ends = (middle, middle - half, middle + half)
-        found[group.name] = tuple(100 * math.expm1(end) for end in ends) if is_ratio(column) else ends
-    return found
+        apart[group.name] = tuple(100 * math.expm1(end) for end in ends) if is_ratio(column) else ends
+    return apart
 
 
 def compare(found: Sequence[Group], baseline: Group | None = None) -> tuple:

@@ -11,6 +11,7 @@ from mixtape_plugin.fairseq_compat.checkpoints import (
     load_checkpoints_safely,
 )
 from mixtape_plugin.fairseq_compat.data import (
+    keep_batches_after_a_resume,
     keep_last_batch,
     provide_removed_numpy_names,
     refuse_blocks_that_would_be_skipped,
@@ -30,7 +31,6 @@ from mixtape_plugin.fairseq_compat.training_loop import (
     name_the_update_that_diverged,
     prepare_every_process_for_a_checkpoint,
     resume_reduce_lr_on_plateau,
-    resume_with_the_batches_of_the_first_epoch,
 )
 from mixtape_plugin.fairseq_compat.warning_filters import silence_known_deprecations
 
@@ -43,6 +43,7 @@ def apply() -> None:
     silence_known_deprecations()
     provide_removed_numpy_names()
     keep_last_batch()
+    keep_batches_after_a_resume()
     load_checkpoints_safely()
     explain_checkpoints_that_do_not_fit()
     broadcast_plain_options()
@@ -58,5 +59,4 @@ def apply() -> None:
     prepare_every_process_for_a_checkpoint()
     keep_the_count_of_patience()
     resume_reduce_lr_on_plateau()
-    resume_with_the_batches_of_the_first_epoch()
     end_training_that_is_finished()

@@ -1,7 +1,8 @@
-"""Binarized data: read with any numpy, named where they are damaged, batched to the last sentence, nothing skipped."""
+"""Binarized data: read with any numpy, named where it is damaged, nothing skipped, batches that survive a resume."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import types
 import warnings
@@ -9,7 +10,7 @@ import warnings
 import numpy as np
 from fairseq.data import Dictionary, data_utils, indexed_dataset, language_pair_dataset, token_block_dataset
 from fairseq.modules import dynamic_crf_layer
-from fairseq.tasks import translation
+from fairseq.tasks import FairseqTask, translation
 from fairseq.tasks.language_modeling import LanguageModelingTask
 
 from mixtape_plugin.damaged_files import check_dataset, damaged_dictionary
@@ -64,6 +65,35 @@ def keep_last_batch() -> None:
         return batch_all_by_size
 
     replace(data_utils, "batch_by_size", wrapper)
+
+
+def keep_batches_after_a_resume() -> None:
+    """Let a training that is resumed in a later epoch go on with the batches that it had.
+
+    fairseq puts sentences into batches once, by a seed that counts the epoch, and after that changes their order alone:
+    an uninterrupted training keeps those of epoch 1. A resumed one made those of its present epoch, and in the middle
+    of it saw some sentences twice and others not at all.
+    """
+
+    def wrapper(get_batch_iterator):
+        signature = inspect.signature(get_batch_iterator)
+
+        def get_batches_of_the_first_epoch(self, *args, **kwargs):
+            given = signature.bind(self, *args, **kwargs)
+            given.apply_defaults()
+            options, dataset, epoch = given.arguments, given.arguments["dataset"], given.arguments["epoch"]
+            other_each_epoch = options["disable_iterator_cache"] or options["update_epoch_batch_itr"]
+            if other_each_epoch or not self.can_reuse_epoch_itr(dataset) or dataset in self.dataset_to_epoch_iter:
+                return get_batch_iterator(self, *args, **kwargs)
+            options["epoch"] = 1
+            batches = get_batch_iterator(*given.args, **given.kwargs)
+            batches.epoch = epoch
+            dataset.set_epoch(epoch)
+            return batches
+
+        return get_batches_of_the_first_epoch
+
+    replace(FairseqTask, "get_batch_iterator", wrapper)
 
 
 def refuse_blocks_that_would_be_skipped() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import sys
@@ -10,7 +9,6 @@ import sys
 from fairseq import checkpoint_utils
 from fairseq.optim import FairseqBMUF
 from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
-from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 
 from mixtape_plugin.errors import AFTER_DIVERGENCE, UserError
@@ -162,35 +160,6 @@ def resume_reduce_lr_on_plateau() -> None:
     replace(ReduceLROnPlateauLRSchedule, "state_dict", saver)
     replace(ReduceLROnPlateauLRSchedule, "load_state_dict", loader)
     replace(checkpoint_utils, "load_checkpoint", load_wrapper)
-
-
-def resume_with_the_batches_of_the_first_epoch() -> None:
-    """Let a training that is resumed in a later epoch go on with the batches that it had.
-
-    fairseq puts sentences into batches once, by a seed that counts the epoch, and after that changes their order alone:
-    an uninterrupted training keeps those of epoch 1. A resumed one made those of its present epoch, and in the middle
-    of it saw some sentences twice and others not at all.
-    """
-
-    def wrapper(get_batch_iterator):
-        signature = inspect.signature(get_batch_iterator)
-
-        def get_batches_of_the_first_epoch(self, *args, **kwargs):
-            given = signature.bind(self, *args, **kwargs)
-            given.apply_defaults()
-            options, dataset, epoch = given.arguments, given.arguments["dataset"], given.arguments["epoch"]
-            other_each_epoch = options["disable_iterator_cache"] or options["update_epoch_batch_itr"]
-            if other_each_epoch or not self.can_reuse_epoch_itr(dataset) or dataset in self.dataset_to_epoch_iter:
-                return get_batch_iterator(self, *args, **kwargs)
-            options["epoch"] = 1
-            batches = get_batch_iterator(*given.args, **given.kwargs)
-            batches.epoch = epoch
-            dataset.set_epoch(epoch)
-            return batches
-
-        return get_batches_of_the_first_epoch
-
-    replace(FairseqTask, "get_batch_iterator", wrapper)
 
 
 def end_training_that_is_finished() -> None:
