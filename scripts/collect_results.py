@@ -8,9 +8,9 @@
     python scripts/collect_results.py checkpoints/ptb.* --correlate rank "test ppl" --scatter correlation.png
 
 Reads what examples/*/train.sh and evaluate.sh leave in each folder: train.log, score.json, valid-score.json,
-test-perplexity.txt, valid.txt, test.txt, dynamic_evaluation.txt, cache_pointer.txt; and rank.json, predictions.json and
-similarity.json of scripts/analyze.py. A value without a file is "not run", one that its file does not give is
-"unreadable".
+test-perplexity.txt, lenpen.json, valid.txt, test.txt, dynamic_evaluation.txt, cache_pointer.txt; and rank.json,
+predictions.json and similarity.json of scripts/analyze.py. A value without a file is "not run", one that its file does
+not give is "unreadable".
 
 --groups puts trainings whose commands differ in --seed and --save alone into one line: mean ± standard deviation.
 --baseline LAYER adds how far each score is from that layer's, with 95% intervals (perplexities in percent), and how

@@ -28,7 +28,7 @@ take_options() {
 }
 
 evaluate_options() { # evaluate_options DATA ARGUMENT...: $save, and $data … $extra as in take_options; DATA is the default of $data
-  data=$1 dynamic="" cache="" cpu="" last="" valid="" test_set="" references="" max_tokens=""
+  data=$1 dynamic="" cache="" cpu="" last="" valid="" tune_lenpen="" test_set="" references="" max_tokens=""
   shift
   case ${1-} in -h | --help) echo "$usage"; exit ;; "" | -*) die "the training's folder is missing; see evaluate.sh --help" ;; esac
   save=$1
@@ -68,26 +68,47 @@ test_perplexity() { # test_perplexity FLAG...: fairseq-validate of $save/average
 }
 
 search=(--beam 4 --lenpen 0.6) # flags of fairseq-generate; an example may have others
-# translate TARGET test|valid PREFIX FLAG...: fairseq-generate with $save/average.pt, detokenized into $save/test.hyp or valid.hyp;
-# other files' names begin with PREFIX
+# translate TARGET test|valid NAME LOG FLAG...: fairseq-generate with $save/average.pt, detokenized into $save/NAME.hyp
 translate() {
-  local target=$1 subset=$2 log=$save/${3}generate.log bpe=subword_nmt
-  shift 3
+  local target=$1 subset=$2 name=$3 log=$save/$4 bpe=subword_nmt
+  shift 4
   [ ! -f "$data/text/spm.model" ] || bpe=sentencepiece
   fairseq-generate "$data" --user-dir "$root/mixtape_plugin" --path "$save/average.pt" --gen-subset "$subset" "${search[@]}" \
     --post-process "$bpe" --log-format simple "$@" >"$log" 2>&1 || die "fairseq-generate failed: $(tail -n 1 "$log")"
   # fairseq translates sentences of similar length together; H-<line number> restores the order of the text.
-  grep '^H-' "$log" | sed 's/^H-//' | sort -n | cut -f 3- | sacremoses -q -l "$target" detokenize >"$save/$subset.hyp.part" ||
+  grep '^H-' "$log" | sed 's/^H-//' | sort -n | cut -f 3- | sacremoses -q -l "$target" detokenize >"$save/$name.hyp.part" ||
     die "$log holds no translations that could be detokenized"
-  mv "$save/$subset.hyp.part" "$save/$subset.hyp"
+  mv "$save/$name.hyp.part" "$save/$name.hyp"
 }
 
-scores() { # scores TARGET SUBSET PREFIX FLAG...: all BLEU and chrF of $save/SUBSET.hyp, into PREFIXscore.txt and PREFIXscore.json
+scores() { # scores TARGET NAME PREFIX FLAG...: all BLEU and chrF of $save/NAME.hyp, into PREFIXscore.txt and PREFIXscore.json
   local result=$save/${3}score
   python "$root/scripts/score.py" --hypotheses "$save/$2.hyp" "${@:4}" --source-lang en --target-lang "$1" \
     --json "$result.json" >"$result.txt.part"
   mv "$result.txt.part" "$result.txt"
   cat "$result.txt"
+}
+
+# tune_lenpen TARGET FLAG...: of the length penalties $tune_lenpen the one with the best BLEU of the validation text, and the
+# test text with it, into $save/lenpen; the outcome into $save/lenpen.json
+tune_lenpen() {
+  local target=$1 lenpen chosen bleu best=-1
+  shift
+  mkdir -p "$save/lenpen"
+  for lenpen in $tune_lenpen; do
+    translate "$target" valid "lenpen/valid.$lenpen" "lenpen/valid.$lenpen.log" --lenpen "$lenpen" "$@"
+    scores "$target" "lenpen/valid.$lenpen" "lenpen/valid.$lenpen." --references "$data/text/raw.valid.$target" >/dev/null
+    bleu=$(sed -n 's/^BLEU 13a  *\([0-9.]*\) .*/\1/p' "$save/lenpen/valid.$lenpen.score.txt")
+    echo "validation text, --lenpen $lenpen: BLEU 13a $bleu"
+    if awk "BEGIN { exit !($bleu > $best) }"; then chosen=$lenpen best=$bleu; fi
+  done
+  echo "test text, --lenpen $chosen:"
+  translate "$target" test lenpen/test lenpen/test.log --lenpen "$chosen" "$@"
+  scores "$target" lenpen/test lenpen/test. "${references[@]}"
+  bleu=$(sed -n 's/^BLEU 13a  *\([0-9.]*\) .*/\1/p' "$save/lenpen/test.score.txt")
+  printf '{"columns": {"lenpen": %s, "valid BLEU 13a at lenpen": %s, "BLEU 13a at lenpen": %s}}\n' "$chosen" "$best" "$bleu" \
+    >"$save/lenpen.json.part"
+  mv "$save/lenpen.json.part" "$save/lenpen.json"
 }
 
 # evaluate_translation TARGET LAST epochs|updates: the whole of evaluate.sh after its options; LAST is the default of --last
@@ -96,28 +117,35 @@ evaluate_translation() {
   no_more "${extra[@]+"${extra[@]}"}"
   positive --max-tokens "${max_tokens:-4096}"
   find_references "$1"
-  [ -z "$valid" ] || [ -f "$data/text/raw.valid.$1" ] || die "--valid: $data/text/raw.valid.$1 is no file; run prepare.sh first"
+  local number='(0|[1-9][0-9]*)(\.[0-9]+)?'
+  [ -z "$tune_lenpen" ] || [[ $tune_lenpen =~ ^$number(\ $number)*$ ]] ||
+    die "--tune-lenpen is '$tune_lenpen', allowed are numbers, 0 or more, such as '1 1.5 2'"
+  [ -z "$valid$tune_lenpen" ] || [ -f "$data/text/raw.valid.$1" ] ||
+    die "$data/text/raw.valid.$1, which --valid and --tune-lenpen score, is no file; run prepare.sh first"
   local tokens=$data/text/lower-cased-tokens.test.$1
   [ ! -f "$tokens" ] || references+=(--lower-cased-tokens "$tokens")
 
   python "$root/scripts/average_checkpoints.py" --last "${last:-$2}" "$save" --by "$3" --output "$save/average.pt"
-  rm -f "$save"/{test-perplexity.txt,{test,valid}.hyp,{,valid-}score.{txt,json}} # of the average before
+  rm -rf "$save"/{lenpen,lenpen.json,test-perplexity.txt,{test,valid}.hyp,{,valid-}score.{txt,json}} # of the average before
   test_perplexity "${flags[@]}"
-  translate "$1" test "" "${flags[@]}"
+  translate "$1" test test generate.log "${flags[@]}"
   scores "$1" test "" "${references[@]}"
   if [ -n "$valid" ]; then
     echo "validation text:"
-    translate "$1" valid valid- "${flags[@]}"
+    translate "$1" valid valid valid-generate.log "${flags[@]}"
     scores "$1" valid valid- --references "$data/text/raw.valid.$1"
   fi
+  [ -z "$tune_lenpen" ] || tune_lenpen "$1" "${flags[@]}"
 }
 
 evaluate_wmt() { # evaluate_wmt DATA TARGET ARGUMENT...: the whole of evaluate.sh; DATA is the default of --data
-  usage="usage: evaluate.sh DIR [--data DIR] [--last N] [--valid] [--references FILE] [--test-set NAME] [--max-tokens N] [--cpu]
+  usage="usage: evaluate.sh DIR [--data DIR] [--last N] [--valid] [--tune-lenpen LIST] [--references FILE] [--test-set NAME] [--max-tokens N] [--cpu]
   DIR                the training's folder; average.pt, test.hyp, test-perplexity.txt, score.txt and score.json appear in it
   --data DIR         what prepare.sh wrote (default: $1)
   --last N           how many checkpoints to average (default: 10)
   --valid            also translate and score the validation text, into valid.hyp, valid-score.txt and valid-score.json
+  --tune-lenpen LIST also the test text by the best of these length penalties, such as '0.4 0.6 1', on the validation text;
+                     in lenpen and lenpen.json
   --references FILE  detokenized references (default: text/raw.test.$2 of the data)
   --test-set NAME    instead, the references of sacrebleu's test set, wmt14/full, which it downloads
   --max-tokens N     tokens of a batch (default: 4096)

@@ -23,8 +23,8 @@ TRANSLATION = ("BLEU 13a", "BLEU intl", "BLEU 13a lower-cased", "BLEU tokenized"
 DIALOG = "BLEU-1 precision"  # of scripts/score_dialog.py, among others
 CURVE = "validation by updates"
 RUN = ("tokens/s", "s an epoch", "wall s", "commit")
-# What scripts/analyze.py leaves in a training's folder: the figures that are columns are under "columns".
-ANALYSES = ("rank.json", "predictions.json", "similarity.json")
+# What scripts/analyze.py and evaluate.sh --tune-lenpen leave in a training's folder; under "columns" what are columns.
+ANALYSES = ("rank.json", "predictions.json", "similarity.json", "lenpen.json")
 
 # File of a training's folder -> what it holds under which name; the last that evaluate.sh wrote counts.
 TEXTS = {
@@ -215,7 +215,7 @@ def collect(folder: str | Path) -> tuple:
             row["analyses"] = {**row.get("analyses", {}), **columns}
             row.update(columns)
         except (ValueError, TypeError, KeyError, AttributeError):
-            damaged.append(f"{folder}/{name} holds no figures of scripts/analyze.py")
+            damaged.append(f"{folder}/{name} holds no figures")
     return row, damaged
 
 

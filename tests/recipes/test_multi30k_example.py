@@ -18,6 +18,8 @@ import torch
 from recipes import files, lines
 from sacremoses import MosesPunctNormalizer, MosesTokenizer
 
+from mixtape_plugin.analysis.results import collect
+
 start, run, output, mistake = (
     partial(function, "multi30k") for function in (recipes.start, recipes.run, recipes.output, recipes.mistake)
 )
@@ -184,7 +186,7 @@ def test_train_and_evaluate(prepared, tmp_path):
     kept = sorted(path.name for path in save.glob("checkpoint?.pt"))
     assert kept == [f"checkpoint{epoch}.pt" for epoch in range(1, 7)]
 
-    done = run("evaluate.sh", save, "--data", prepared, "--last", 5, "--valid")
+    done = run("evaluate.sh", save, "--data", prepared, "--last", 5, "--valid", "--tune-lenpen", "0 1 3")
     assert done.returncode == 0, done.stderr
     assert "average of checkpoint2.pt, checkpoint3.pt, checkpoint4.pt, checkpoint5.pt, checkpoint6.pt" in done.stdout
     hypotheses = lines(save / "test.hyp")
@@ -201,6 +203,20 @@ def test_train_and_evaluate(prepared, tmp_path):
     assert scores[0]["score"] == pytest.approx(bleu, abs=0.01)
     bleu = sacrebleu.corpus_bleu(lines(save / "valid.hyp"), [lines(prepared / "text" / "raw.valid.de")]).score
     assert json.loads((save / "valid-score.json").read_text())[0]["score"] == pytest.approx(bleu, abs=0.01)
+
+    found, row = json.loads((save / "lenpen.json").read_text())["columns"], collect(save)[0]
+    texts = {lenpen: lines(save / "lenpen" / f"valid.{lenpen}.hyp") for lenpen in (0, 1, 3)}
+    assert texts[0] != texts[1] == lines(save / "valid.hyp") != texts[3]
+    tried = {n: sacrebleu.corpus_bleu(text, [lines(prepared / "text" / "raw.valid.de")]) for n, text in texts.items()}
+    assert tried[0].sys_len < tried[1].sys_len < tried[3].sys_len
+    best = max(tried, key=lambda lenpen: tried[lenpen].score)
+    bleu = sacrebleu.corpus_bleu(lines(save / "lenpen" / "test.hyp"), [lines(prepared / "text" / "raw.test.de")]).score
+    assert found == {
+        "lenpen": best,
+        "valid BLEU 13a at lenpen": pytest.approx(tried[best].score, abs=0.0051),
+        "BLEU 13a at lenpen": pytest.approx(bleu, abs=0.0051),
+    }
+    assert found.items() <= row.items()
 
     ppl = re.fullmatch(r"test nll_loss [\d.]+ \| ppl ([\d.]+)\n", (save / "test-perplexity.txt").read_text())[1]
     assert float(ppl) == pytest.approx(2 ** true_bits(save / "average.pt", prepared), abs=0.0051)  # fairseq rounds it
@@ -237,6 +253,11 @@ def test_train_and_evaluate_refuse_mistakes(tmp_path):
     assert mistake("train.sh", "mos", "--data", tmp_path, "--save", tmp_path / "save") == message
     assert not (tmp_path / "save").exists()
     assert mistake("evaluate.sh", tmp_path / "save") == f"evaluate.sh: {tmp_path}/save is no folder"
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "raw.test.de").write_text("ein Hund\n")
+    message = "evaluate.sh: --tune-lenpen is '1,2', allowed are numbers, 0 or more, such as '1 1.5 2'"
+    assert mistake("evaluate.sh", tmp_path, "--data", tmp_path, "--tune-lenpen", "1,2") == message
+    shutil.rmtree(tmp_path / "text")
     assert mistake("evaluate.sh", tmp_path, "--data", tmp_path).startswith(
         f"evaluate.sh: --data {tmp_path} holds no text/"
     )

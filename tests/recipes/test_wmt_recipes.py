@@ -243,8 +243,10 @@ def test_evaluation_without_an_outcome(example, tmp_path):
     assert mistake(example, *flags, MIXTAPE_VENV=no_translation) == message
     assert (save / "test-perplexity.txt").read_text() == "test nll_loss 60.1 | ppl 1.2357e+18\n"
     assert not (save / "test.hyp").exists()
-    message = f"evaluate.sh: --valid: {data}/text/raw.valid.{EXAMPLES[example]} is no file; run prepare.sh first"
-    assert mistake(example, *flags, "--valid", MIXTAPE_VENV=no_translation) == message
+    valid = f"{data}/text/raw.valid.{EXAMPLES[example]}"
+    message = f"evaluate.sh: {valid}, which --valid and --tune-lenpen score, is no file; run prepare.sh first"
+    for option in (["--valid"], ["--tune-lenpen", "1"]):
+        assert mistake(example, *flags, *option, MIXTAPE_VENV=no_translation) == message
 
 
 # ------------------------------------------------------------------------------------------------------- mistakes

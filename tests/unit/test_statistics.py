@@ -340,7 +340,7 @@ def test_damaged_analyses(content, folder):
     path = folder(train_log=start() + epoch(1, 5, 3))
     (path / "rank.json").write_text(content)
     row, damaged = collect_results.collect(path)
-    assert "rank" not in row and damaged == [f"{path}/rank.json holds no figures of scripts/analyze.py"]
+    assert "rank" not in row and damaged == [f"{path}/rank.json holds no figures"]
 
 
 def test_the_range_of_a_correlation_has_both_its_ends():
