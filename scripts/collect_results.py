@@ -152,13 +152,19 @@ def all_rows(args: argparse.Namespace) -> list[dict]:
         rows.append(row)
         for sentence in damaged:
             print(f"collect_results.py: {sentence}", file=sys.stderr)
-    rows = [row for row in rows if all(text in row["command"] for text in args.where)]
+    rows = [row for row in rows if all(has(row["command"], text) for text in args.where)]
     if not rows:
         raise UserError(f"--where {' '.join(args.where)} is in no training's command")
-    rows = [row for row in rows if not any(text in row["command"] for text in args.without)]
+    rows = [row for row in rows if not any(has(row["command"], text) for text in args.without)]
     if not rows:
         raise UserError(f"--without {' '.join(args.without)} leaves no training: each command has one of these")
     return rows
+
+
+def has(command: str, text: str) -> bool:
+    """Whether the command has the text, whose last word or number must not go on there: --lr 4 is not in --lr 40."""
+    end = r"(?!\w|\.\d)" if re.search(r"\w$", text) else ""
+    return bool(re.search(re.escape(text) + end, command))
 
 
 def report(args: argparse.Namespace) -> str:

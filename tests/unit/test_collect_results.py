@@ -263,6 +263,17 @@ def test_a_csv_file_stands_for_its_trainings(folder, capsys, tmp_path):
     assert row == {"group": "mixtape-4", "n": "2", "valid ppl": "126.75 ± 89.80"}
 
 
+@pytest.mark.parametrize(
+    "text, found",
+    [("--lr 4", ["4", "4 --fp16"]), ("--lr 0.4", ["0.4"]), ("--lr", ["4", "40", "4.5", "0.4", "0.45", "4 --fp16"])],
+)
+def test_a_number_of_a_command_is_a_whole_one(text, found):
+    rates = ["4", "40", "4.5", "0.4", "0.45", "4 --fp16"]
+    assert [rate for rate in rates if collect_results.has(f"train.sh softmax --lr {rate}", text)] == found
+    assert collect_results.has("train.sh moc --save checkpoints/ptb.moc --lr 4", "checkpoints/ptb.")
+    assert collect_results.has("train.sh moc --save checkpoints/multi30k.lc.moc", "multi30k.lc")
+
+
 def test_a_page_gets_its_tables(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder("one", train_log=start() + epoch(1, 274, 200.5))
