@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from pathlib import Path
 from typing import Sequence
 
@@ -40,7 +41,8 @@ def draw_curves(path: str | Path, rows: Sequence[dict]) -> None:
                 x = [statistics.median(places) for places in zip(*map(abscissa, together))]
                 at = list(zip(*(row["curve"].values() for row in together)))
                 color, marker = colors[number % len(colors)], "o" if len(x) < 30 else None
-                axes.plot(x, list(map(statistics.fmean, at)), marker=marker, markersize=3, color=color, label=name)
+                label = name and textwrap.fill(name, 45, break_on_hyphens=False)
+                axes.plot(x, list(map(statistics.fmean, at)), marker=marker, markersize=3, color=color, label=label)
                 if len(together) > 1:
                     axes.fill_between(x, list(map(min, at)), list(map(max, at)), color=color, alpha=0.25, linewidth=0)
                 name = None  # once in the legend

@@ -39,6 +39,20 @@ def test_plot(folder, drawn, tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
+def test_long_names_are_wrapped(folder, drawn, tmp_path):
+    """The legend lies within its panel."""
+    flags = " --hidden-sizes 416,140 --dropout 0.3 --input-dropout 0.3 --hidden-dropout 0.3 --embedding-dropout 0.1"
+    few = folder("few", train_log=start() + epoch(1, 274, 200.5))
+    more = folder(
+        "more", train_log=start().replace("train.sh mixtape", f"train.sh mixtape{flags}") + epoch(1, 274, 200)
+    )
+    collect_results.main([str(few), str(more), "--plot", str(tmp_path / "curves.png")])
+    axes = drawn[0][0]
+    legend, panel = axes.get_legend().get_window_extent(), axes.get_window_extent()
+    assert panel.x0 < legend.x0 and legend.x1 < panel.x1
+    assert " ".join(axes.get_legend().texts[1].get_text().split()) == f"mixtape-4:{flags}"
+
+
 def test_a_plot_shows_where_trainings_end(folder, drawn, tmp_path):
     whole = folder("whole", train_log=start() + epoch(1, 100, 400.5) + epoch(2, 200, 6.25) + epoch(3, 300, 6))
     stopped = folder("stopped", train_log=start("softmax", 1) + epoch(1, 100, 300) + epoch(2, 200, 30))
