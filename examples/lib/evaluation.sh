@@ -89,6 +89,10 @@ scores() { # scores TARGET NAME PREFIX FLAG...: all BLEU and chrF of $save/NAME.
   cat "$result.txt"
 }
 
+bleu_13a() { # bleu_13a SCORES: out of a file that scores wrote
+  sed -n 's/^BLEU 13a  *\([0-9.]*\) .*/\1/p' "$1"
+}
+
 # tune_lenpen TARGET FLAG...: of the length penalties $tune_lenpen the one with the best BLEU of the validation text, and the
 # test text with it, into $save/lenpen; the outcome into $save/lenpen.json
 tune_lenpen() {
@@ -98,14 +102,14 @@ tune_lenpen() {
   for lenpen in $tune_lenpen; do
     translate "$target" valid "lenpen/valid.$lenpen" "lenpen/valid.$lenpen.log" --lenpen "$lenpen" "$@"
     scores "$target" "lenpen/valid.$lenpen" "lenpen/valid.$lenpen." --references "$data/text/raw.valid.$target" >/dev/null
-    bleu=$(sed -n 's/^BLEU 13a  *\([0-9.]*\) .*/\1/p' "$save/lenpen/valid.$lenpen.score.txt")
+    bleu=$(bleu_13a "$save/lenpen/valid.$lenpen.score.txt")
     echo "validation text, --lenpen $lenpen: BLEU 13a $bleu"
     if awk "BEGIN { exit !($bleu > $best) }"; then chosen=$lenpen best=$bleu; fi
   done
   echo "test text, --lenpen $chosen:"
   translate "$target" test lenpen/test lenpen/test.log --lenpen "$chosen" "$@"
   scores "$target" lenpen/test lenpen/test. "${references[@]}"
-  bleu=$(sed -n 's/^BLEU 13a  *\([0-9.]*\) .*/\1/p' "$save/lenpen/test.score.txt")
+  bleu=$(bleu_13a "$save/lenpen/test.score.txt")
   printf '{"columns": {"lenpen": %s, "valid BLEU 13a at lenpen": %s, "BLEU 13a at lenpen": %s}}\n' "$chosen" "$best" "$bleu" \
     >"$save/lenpen.json.part"
   mv "$save/lenpen.json.part" "$save/lenpen.json"

@@ -35,14 +35,14 @@ def draw_curves(path: str | Path, rows: Sequence[dict]) -> None:
             name, seeds = group.name, {row["seed"] for row in group.rows}
             if len(group.rows) > 1:
                 name += f", {len(group.rows)} {'seeds' if len(seeds) == len(group.rows) else 'trainings'}"
+            name = textwrap.fill(name, 45, break_on_hyphens=False)  # the legend stays in its panel
             known = list(filter(abscissa, group.rows))
             alike = len({tuple(row["curve"]) for row in known}) == 1
             for together in [known] if alike else [[row] for row in known]:
                 x = [statistics.median(places) for places in zip(*map(abscissa, together))]
                 at = list(zip(*(row["curve"].values() for row in together)))
                 color, marker = colors[number % len(colors)], "o" if len(x) < 30 else None
-                label = name and textwrap.fill(name, 45, break_on_hyphens=False)
-                axes.plot(x, list(map(statistics.fmean, at)), marker=marker, markersize=3, color=color, label=label)
+                axes.plot(x, list(map(statistics.fmean, at)), marker=marker, markersize=3, color=color, label=name)
                 if len(together) > 1:
                     axes.fill_between(x, list(map(min, at)), list(map(max, at)), color=color, alpha=0.25, linewidth=0)
                 name = None  # once in the legend

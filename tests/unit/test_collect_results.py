@@ -270,6 +270,9 @@ def test_a_csv_file_stands_for_its_trainings(folder, capsys, tmp_path):
 def test_a_number_of_a_command_is_a_whole_one(text, found):
     rates = ["4", "40", "4.5", "0.4", "0.45", "4 --fp16"]
     assert [rate for rate in rates if collect_results.has(f"train.sh softmax --lr {rate}", text)] == found
+
+
+def test_a_name_of_a_command_may_go_on():
     assert collect_results.has("train.sh moc --save checkpoints/ptb.moc --lr 4", "checkpoints/ptb.")
     assert collect_results.has("train.sh moc --save checkpoints/multi30k.lc.moc", "multi30k.lc")
 
