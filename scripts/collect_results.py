@@ -15,7 +15,7 @@ not give is "unreadable".
 --groups puts trainings whose commands differ in --seed and --save alone into one line: mean ± standard deviation.
 --baseline LAYER adds how far each score is from that layer's, with 95% intervals (perplexities in percent), and how
 likely a difference as large is where there is none: p of Student's and of Welch's t-test ("p Student" and "p Welch" of
---columns).
+--columns); --differences draws these intervals, a panel for each score of --columns.
 --correlate prints Pearson's r of two columns and draws one over the other.
 --draw X Y PNG draws a line for each layer: means over trainings with the same X, and their standard deviations.
 A column may be a flag of the trainings' commands, too: embed-dim is what they give --embed-dim, "–" where they do not.
@@ -46,7 +46,7 @@ from typing import Sequence
 import start
 
 from mixtape_plugin.analysis.files import read_lines, write_csv, write_whole
-from mixtape_plugin.analysis.result_pictures import draw_correlation, draw_curves, draw_lines
+from mixtape_plugin.analysis.result_pictures import draw_correlation, draw_curves, draw_differences, draw_lines
 from mixtape_plugin.analysis.results import (
     NOT_RUN,
     collect,
@@ -89,6 +89,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draw", nargs=3, metavar=("X", "Y", "PNG"), help="also draw a column over another")
     parser.add_argument("--groups", action="store_true", help="also mean ± standard deviation over seeds")
     parser.add_argument("--baseline", metavar="LAYER", help="also t-tests against this group's (implies --groups)")
+    parser.add_argument("--differences", type=Path, metavar="PNG", help="also draw how far groups are from --baseline")
     parser.add_argument("--groups-csv", type=Path, metavar="FILE", help="also write that table here (implies --groups)")
     parser.add_argument("--correlate", nargs=2, metavar="COLUMN", help="also Pearson's r of these two columns")
     parser.add_argument("--range", nargs=2, type=float, metavar=("LO", "HI"), help="of the second column, what counts")
@@ -129,13 +130,22 @@ def write_page(path: str | Path) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raises UserError for the first option that is not allowed."""
-    drawing = args.draw and Path(args.draw[2])
-    for option, path in (("--plot", args.plot), ("--scatter", args.scatter), ("--draw", drawing)):
+    pictures = {
+        "--plot": args.plot,
+        "--draw": args.draw and Path(args.draw[2]),
+        "--differences": args.differences,
+        "--scatter": args.scatter,
+    }
+    for option, path in pictures.items():
         if path and path.suffix.lower() not in PICTURES:
             raise UserError(f"{option} {path} is not allowed: a name that ends in .png, .pdf or .svg")
     for option, value in (("--range", args.range), ("--scatter", args.scatter)):
         if value and not args.correlate:
             raise UserError(f"{option} {value} needs --correlate: name two columns")
+    if args.differences and not args.baseline:
+        raise UserError(
+            f"--differences {args.differences} needs --baseline: name the layer that others are compared with"
+        )
 
     if not args.folders:
         raise UserError("no training is given: name folders that train.sh wrote, or CSV files of --csv")
@@ -204,6 +214,7 @@ def report(args: argparse.Namespace) -> str:
         ("--groups-csv", args.groups_csv, lambda path: save_groups(path, lines)),
         ("--plot", args.plot, lambda path: save_plot(path, rows)),
         ("--draw", args.draw and args.draw[2], lambda path: draw_lines(path, measured, *args.draw[:2])),
+        ("--differences", args.differences, lambda path: draw_differences(path, lines, baseline.name, columns)),
         ("--scatter", scatter, lambda path: draw_correlation(path, correlation, *args.correlate)),
     ):
         if path:

@@ -1,4 +1,4 @@
-"""The drawings of scripts/collect_results.py: curves, one column over another, a correlation."""
+"""The drawings of scripts/collect_results.py: curves, one column over another, differences, a correlation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Sequence
 
 from mixtape_plugin.analysis.pictures import pyplot, save
-from mixtape_plugin.analysis.statistics import Correlation, groups, numbers
+from mixtape_plugin.analysis.statistics import Correlation, groups, is_ratio, numbers
 from mixtape_plugin.errors import UserError
 
 
@@ -100,6 +100,37 @@ def draw_lines(path: str | Path, rows: Sequence[dict], x: str, y: str) -> None:
     axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
     axes.legend()
+    save(plt, figure, path)
+
+
+def draw_differences(path: str | Path, lines: Sequence[dict], baseline: str, columns: Sequence[str] | None) -> None:
+    """How far each group's mean is from the baseline's, with its 95% interval; a panel for each score.
+
+    Args:
+        lines: those of :func:`~mixtape_plugin.analysis.statistics.compare`.
+        columns: the scores to draw; None draws all that are compared.
+    """
+    ending = ", difference"
+    found = dict.fromkeys(key for line in lines for key in line if key.endswith(ending) and line[key] is not None)
+    scores = [key[: -len(ending)] for key in found]
+    scores = [score for score in columns or scores if score in scores]
+    if not scores:
+        raise UserError(f"--differences {path} has nothing to draw: no score has differences, which want several seeds")
+    plt = pyplot()
+    shown = [line for line in lines if any(line.get(f"{score}{ending}") is not None for score in scores)]
+    names = [textwrap.fill(f"{line['group']} ({line['n']})", 40, break_on_hyphens=False) for line in shown]
+    places = range(len(shown))
+    size = (2.5 + 3.5 * len(scores), 1.2 + 0.42 * len(shown))
+    figure, panels = plt.subplots(1, len(scores), figsize=size, sharey=True, squeeze=False, constrained_layout=True)
+    for axes, score in zip(panels[0], scores):
+        for place, line in zip(places, shown):
+            middle, low, high = (line.get(f"{score}, {end}") for end in ("difference", "lowest", "highest"))
+            if middle is not None:
+                axes.errorbar(middle, place, xerr=[[middle - low], [high - middle]], fmt="o", capsize=3, color="C0")
+        axes.axvline(0, color="k", linewidth=1)
+        axes.set(xlabel=f"{score}, {'% ' if is_ratio(score) else ''}from {baseline}", yticks=places, yticklabels=names)
+        axes.grid(alpha=0.3, axis="x")
+    panels[0][0].set_ylim(len(shown) - 0.5, -0.5)  # as the table has them
     save(plt, figure, path)
 
 

@@ -4,6 +4,8 @@ import pytest
 from recipes import load_script
 from training_logs import epoch, start, table_of
 
+from mixtape_plugin.errors import UserError
+
 collect_results = load_script("collect_results")
 
 
@@ -108,3 +110,37 @@ def test_places_have_names_where_there_is_room(folder, drawn, tmp_path):
         collect_results.main([*map(str, folders), "--draw", "parameters", "valid ppl", picture])
     few, many = [[label.get_text() for label in axes.get_xticklabels()] for (axes,) in drawn]
     assert few == ["700000", "700001", "700004"] and "700,010" in many and "700,001" not in many
+
+
+def test_differences(folder, drawn, tmp_path, capsys):
+    """Each group's interval is that of the table, in its order; a group without the score has none."""
+    found = []
+    for layer, perplexities in {"softmax": (100, 102), "mixtape": (90, 91), "plif": (99,), "plif-frozen": ()}.items():
+        for seed, perplexity in enumerate(perplexities or (None,)):
+            log = start(layer, seed) + (epoch(1, 100, perplexity) if perplexity else "")
+            found.append(str(folder(f"{layer}.{seed}", train_log=log)))
+    argv = [*found, "--baseline", "softmax", "--columns", "valid ppl", "--differences", str(tmp_path / "apart.png")]
+    collect_results.main(argv)
+    (axes,) = drawn[0]
+    rows = [row for row in table_of(capsys.readouterr().out)[0] if row["valid ppl, difference"]]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [f"{row['group']} ({row['n']})" for row in rows]
+    ends = [line.get_paths()[0].get_extents() for line in axes.collections]
+    assert [f"[{box.x0:+.1f}, {box.x1:+.1f}]" for box in ends] == [
+        row["valid ppl, difference"].split(" ", 1)[1] for row in rows
+    ]
+    assert [box.y0 for box in ends] == [0, 1] and axes.yaxis_inverted()
+    assert axes.get_xlabel() == "valid ppl, % from softmax"
+
+
+def test_differences_that_cannot_be_drawn(folder, tmp_path):
+    one = str(folder("one", train_log=start() + epoch(1, 100, 400.5)))
+    two = str(folder("two", train_log=start("softmax", 1) + epoch(1, 100, 300)))
+    picture = tmp_path / "apart.png"
+    for argv, message in (
+        (["--differences", str(picture)], "needs --baseline"),
+        (["--differences", str(picture), "--baseline", "softmax"], "several seeds"),
+        (["--differences", "apart.txt", "--baseline", "softmax"], "--differences apart.txt is not allowed"),
+    ):
+        with pytest.raises(UserError, match=message):
+            collect_results.main([one, two, *argv])
+    assert not picture.exists()
