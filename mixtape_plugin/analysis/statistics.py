@@ -74,23 +74,28 @@ def flags(command: str) -> list:
     found = []
     for word in words_of(command)[2:]:
         if word.startswith("--") or not found:
-            found.append(word)
+            found.append(word.replace("=", " ", 1) if word.startswith("--") else word)
         else:
             found[-1] += f" {word}"
     return found
 
 
 def groups(rows: Sequence[dict]) -> list:
-    """The trainings by command; one whose command is unknown is a group of its own."""
+    """The trainings by command, in whatever order its flags are; one whose command is unknown is a group of its own."""
     by_command = {}
     for row in rows:
-        known = row["command"] != UNKNOWN
-        key = tuple(without_seed(row["command"])) if known else (row["folder"],)
+        key = (row["folder"],)
+        if row["command"] != UNKNOWN:
+            words = without_seed(row["command"])
+            # of a flag that is given twice the last counts: these stay in their order
+            key = (*words[:2], *sorted(flags(shlex.join(words)), key=lambda flag: flag.split(" ")[0]))
         by_command.setdefault(key, []).append(row)
     found = []
-    for words, members in by_command.items():
+    for members in by_command.values():
+        known = members[0]["command"] != UNKNOWN
+        command = shlex.join(without_seed(members[0]["command"])) if known else members[0]["folder"]
         layer = members[0]["layer"] or members[0]["training"]
-        found.append(Group(layer, layer, shlex.join(words), members))
+        found.append(Group(layer, layer, command, members))
     for group in found:
         if group.rows[0]["command"] == UNKNOWN:
             group.name = f"{group.layer}: {group.command}"  # the folder

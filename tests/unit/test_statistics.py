@@ -84,6 +84,17 @@ def test_groups_are_of_equal_commands_but_for_seed_and_save():
     assert [group.name for group in found[2:]] == ["softmax: run5", "softmax: run6"]
 
 
+def test_the_order_of_flags_makes_no_group_unless_one_is_given_twice():
+    commands = [
+        "train.sh softmax --lr 20 --small --dropout 0.1",
+        "train.sh softmax --dropout=0.1 --lr 20 --small",
+        "train.sh softmax --lr 20 --lr 10",
+        "train.sh softmax --lr 10 --lr 20",
+    ]
+    found = groups([row(command, n) for n, command in enumerate(commands)])
+    assert [[r["seed"] for r in group.rows] for group in found] == [["0", "1"], ["2"], ["3"]]
+
+
 def test_flags_tell_groups_apart_and_layers_name_them():
     rows = [
         row("train.sh softmax", 1),
