@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import textwrap
 from pathlib import Path
@@ -120,9 +121,13 @@ def draw_differences(path: str | Path, lines: Sequence[dict], baseline: str, col
     shown = [line for line in lines if any(line.get(f"{score}{ending}") is not None for score in scores)]
     names = [textwrap.fill(f"{line['group']} ({line['n']})", 40, break_on_hyphens=False) for line in shown]
     places = range(len(shown))
-    size = (2.5 + 3.5 * len(scores), 1.2 + 0.42 * len(shown))
-    figure, panels = plt.subplots(1, len(scores), figsize=size, sharey=True, squeeze=False, constrained_layout=True)
-    for axes, score in zip(panels[0], scores):
+    across = min(3, len(scores))
+    down = math.ceil(len(scores) / across)
+    size = (2.5 + 3.5 * across, down * (0.9 + 0.42 * len(shown)))
+    figure, panels = plt.subplots(down, across, figsize=size, sharey=True, squeeze=False, constrained_layout=True)
+    for axes in panels.flat[len(scores) :]:
+        axes.remove()
+    for axes, score in zip(panels.flat, scores):
         for place, line in zip(places, shown):
             middle, low, high = (line.get(f"{score}, {end}") for end in ("difference", "lowest", "highest"))
             if middle is not None:
