@@ -23,14 +23,14 @@ plif-frozen  --arch awd_lstm_lm_ptb_plif --freeze-plif $monotone"
 # With --small: equal parameters, so that a mixture's embedding is narrower; MoC has the size of MoS.
 # PLIF's slopes come on top.
 small_layers="
-softmax  --output-layer softmax --embed-dim 200 --hidden-sizes 200,200
+softmax  --output-layer softmax --embed-dim 140 --hidden-sizes 416,140
 mos      --output-layer mos --embed-dim 140 --hidden-sizes 343,200 --num-components 5
 moc      --output-layer moc --embed-dim 140 --hidden-sizes 343,200 --num-components 5
 mixtape  --output-layer mixtape --embed-dim 140 --hidden-sizes 324,200 --num-components 4 --frequent-ratio 0.1 --gate-weight-norm
-sigsoftmax   --output-layer sigsoftmax --embed-dim 200 --hidden-sizes 200,200
-gss          --output-layer gss --embed-dim 200 --hidden-sizes 200,200
-plif         --output-layer plif --embed-dim 200 --hidden-sizes 200,200
-plif-frozen  --output-layer plif --freeze-plif --embed-dim 200 --hidden-sizes 200,200"
+sigsoftmax   --output-layer sigsoftmax --embed-dim 140 --hidden-sizes 416,140
+gss          --output-layer gss --embed-dim 140 --hidden-sizes 416,140
+plif         --output-layer plif --embed-dim 140 --hidden-sizes 416,140
+plif-frozen  --output-layer plif --freeze-plif --embed-dim 140 --hidden-sizes 416,140"
 plan --example ptb --data data-bin/ptb --options "finetune small float32" --layers "$layers" --small-layers "$small_layers" -- "$@"
 
 if [ -n "$small" ]; then
