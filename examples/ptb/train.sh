@@ -20,8 +20,7 @@ sigsoftmax   --arch awd_lstm_lm_ptb_sigsoftmax $monotone
 gss          --arch awd_lstm_lm_ptb_gss $monotone
 plif         --arch awd_lstm_lm_ptb_plif $monotone
 plif-frozen  --arch awd_lstm_lm_ptb_plif --freeze-plif $monotone"
-# With --small: equal parameters, so that a mixture's embedding is narrower; MoC has the size of MoS.
-# PLIF's slopes come on top.
+# With --small: equal parameters, so that a mixture's LSTM is smaller; MoC has the size of MoS. PLIF's slopes come on top.
 small_layers="
 softmax  --output-layer softmax --embed-dim 140 --hidden-sizes 416,140
 mos      --output-layer mos --embed-dim 140 --hidden-sizes 343,200 --num-components 5
