@@ -57,6 +57,7 @@ from mixtape_plugin.analysis.results import (
     read_rows,
     value_of,
     value_of_flag,
+    words_of,
 )
 from mixtape_plugin.analysis.statistics import (
     P_VALUES,
@@ -172,9 +173,12 @@ def all_rows(args: argparse.Namespace) -> list[dict]:
 
 
 def has(command: str, text: str) -> bool:
-    """Whether the command has the text, whose last word or number must not go on there: --lr 4 is not in --lr 40."""
+    """Whether the command has the text, whose last word or number must not go on there: --lr 4 is not in --lr 40.
+
+    The command is taken as a shell reads it, so that 416,140 is there where the log has 416\\,140.
+    """
     end = r"(?!\w|\.\d)" if re.search(r"\w$", text) else ""
-    return bool(re.search(re.escape(text) + end, command))
+    return bool(re.search(re.escape(text) + end, " ".join(words_of(command))))
 
 
 def report(args: argparse.Namespace) -> str:

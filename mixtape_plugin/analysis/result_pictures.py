@@ -123,7 +123,7 @@ def draw_differences(path: str | Path, lines: Sequence[dict], baseline: str, col
     places = range(len(shown))
     across = min(3, len(scores))
     down = math.ceil(len(scores) / across)
-    size = (2.5 + 3.5 * across, down * (0.9 + 0.42 * len(shown)))
+    size = (2.5 + 3.5 * across, 0.5 + down * (0.9 + 0.42 * len(shown)))
     figure, panels = plt.subplots(down, across, figsize=size, sharey=True, squeeze=False, constrained_layout=True)
     for axes in panels.flat[len(scores) :]:
         axes.remove()
@@ -133,9 +133,10 @@ def draw_differences(path: str | Path, lines: Sequence[dict], baseline: str, col
             if middle is not None:
                 axes.errorbar(middle, place, xerr=[[middle - low], [high - middle]], fmt="o", capsize=3, color="C0")
         axes.axvline(0, color="k", linewidth=1)
-        axes.set(xlabel=f"{score}, {'% ' if is_ratio(score) else ''}from {baseline}", yticks=places, yticklabels=names)
+        axes.set(xlabel=f"{score}, %" if is_ratio(score) else score, yticks=places, yticklabels=names)
         axes.grid(alpha=0.3, axis="x")
     panels[0][0].set_ylim(len(shown) - 0.5, -0.5)  # as the table has them
+    figure.suptitle(textwrap.fill(f"difference from {baseline}", 20 * (1 + across), break_on_hyphens=False))
     save(plt, figure, path)
 
 

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+import shlex
 import statistics
 from pathlib import Path
 from typing import Iterable, Iterator, Sequence
@@ -263,10 +264,22 @@ def value_of(text: str) -> int | float | str | None:
     return text
 
 
+def words_of(command: str) -> list:
+    """As a shell reads them; of a command that is damaged, what lies between blanks."""
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return command.split()
+
+
 def value_of_flag(command: str, name: str) -> str | None:
     """What a command gives ``--name``, the last time; "yes" where that is nothing, None where it does not have it."""
-    given = re.findall(rf"(?<=\s)--{re.escape(name)}(?:[\s=]+(?!--)(\S+))?(?=\s|$)", command)
-    return (given[-1] or "yes") if given else None
+    words, given = [*words_of(command), "--"], None
+    for word, following in zip(words, words[1:]):
+        flag, equals, value = word.partition("=")
+        if flag == f"--{name}":
+            given = value if equals else "yes" if following.startswith("--") else following
+    return given
 
 
 def columns_of(rows: Sequence[dict]) -> list:

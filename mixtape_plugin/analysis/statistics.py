@@ -11,7 +11,7 @@ from typing import Sequence
 
 from scipy import stats
 
-from mixtape_plugin.analysis.results import BITS, NOT_RUN, TRANSLATION, UNKNOWN, columns_of, digits, table
+from mixtape_plugin.analysis.results import BITS, NOT_RUN, TRANSLATION, UNKNOWN, columns_of, digits, table, words_of
 from mixtape_plugin.errors import UserError
 
 TESTED = ("valid ppl", "test ppl", *BITS[1:], *(f"valid {name}" for name in TRANSLATION), *TRANSLATION)
@@ -49,14 +49,6 @@ def numbers(rows: Sequence[dict], column: str) -> list:
     """The finite values of a column."""
     values = [row.get(column) for row in rows]
     return [value for value in values if isinstance(value, (int, float)) and abs(value) < float("inf")]
-
-
-def words_of(command: str) -> list:
-    """As a shell reads them; of a command that is damaged, what lies between blanks."""
-    try:
-        return shlex.split(command)
-    except ValueError:
-        return command.split()
 
 
 def without_seed(command: str) -> list:

@@ -129,7 +129,7 @@ def test_differences(folder, drawn, tmp_path, capsys):
         row["valid ppl, difference"].split(" ", 1)[1] for row in rows
     ]
     assert [box.y0 for box in ends] == [0, 1] and axes.yaxis_inverted()
-    assert axes.get_xlabel() == "valid ppl, % from softmax"
+    assert axes.get_xlabel() == "valid ppl, %" and axes.figure.get_suptitle() == "difference from softmax"
 
 
 def test_differences_that_cannot_be_drawn(folder, tmp_path):
