@@ -74,20 +74,16 @@ def flags(command: str) -> list:
 
 def groups(rows: Sequence[dict]) -> list:
     """The trainings by command, in whatever order its flags are; one whose command is unknown is a group of its own."""
-    by_command = {}
+    found = {}
     for row in rows:
-        key = (row["folder"],)
+        key = command = row["folder"]
         if row["command"] != UNKNOWN:
-            words = without_seed(row["command"])
+            command = shlex.join(without_seed(row["command"]))
             # of a flag that is given twice the last counts: these stay in their order
-            key = (*words[:2], *sorted(flags(shlex.join(words)), key=lambda flag: flag.split(" ")[0]))
-        by_command.setdefault(key, []).append(row)
-    found = []
-    for members in by_command.values():
-        known = members[0]["command"] != UNKNOWN
-        command = shlex.join(without_seed(members[0]["command"])) if known else members[0]["folder"]
-        layer = members[0]["layer"] or members[0]["training"]
-        found.append(Group(layer, layer, command, members))
+            key = (*words_of(command)[:2], *sorted(flags(command), key=lambda flag: flag.split(" ")[0]))
+        layer = row["layer"] or row["training"]
+        found.setdefault(key, Group(layer, layer, command, [])).rows.append(row)
+    found = list(found.values())
     for group in found:
         if group.rows[0]["command"] == UNKNOWN:
             group.name = f"{group.layer}: {group.command}"  # the folder
