@@ -17,6 +17,7 @@ not give is "unreadable".
 likely a difference as large is where there is none: p of Student's and of Welch's t-test ("p Student" and "p Welch" of
 --columns); --differences draws these intervals, a panel for each score of --columns.
 --correlate prints Pearson's r of two columns and draws one over the other.
+--name GROUP NAME calls a line of these, and of --plot, by a better name than its flags.
 --draw X Y PNG draws a line for each layer: means over trainings with the same X, and their standard deviations.
 A column may be a flag of the trainings' commands, too: embed-dim is what they give --embed-dim, "–" where they do not.
 
@@ -40,6 +41,7 @@ import argparse
 import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Sequence
 
@@ -61,11 +63,13 @@ from mixtape_plugin.analysis.results import (
 )
 from mixtape_plugin.analysis.statistics import (
     P_VALUES,
+    Group,
     compare,
     correlate,
     find_baseline,
     groups,
     groups_markdown,
+    rename,
 )
 from mixtape_plugin.errors import UserError
 
@@ -89,6 +93,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw validation perplexity by updates and hours")
     parser.add_argument("--draw", nargs=3, metavar=("X", "Y", "PNG"), help="also draw a column over another")
     parser.add_argument("--groups", action="store_true", help="also mean ± standard deviation over seeds")
+    parser.add_argument(
+        "--name",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("GROUP", "NAME"),
+        help="call a group by another name in tables of --groups and in pictures; of the others, --baseline too",
+    )
     parser.add_argument("--baseline", metavar="LAYER", help="also t-tests against this group's (implies --groups)")
     parser.add_argument("--differences", type=Path, metavar="PNG", help="also draw how far groups are from --baseline")
     parser.add_argument("--groups-csv", type=Path, metavar="FILE", help="also write that table here (implies --groups)")
@@ -148,6 +160,9 @@ def check(args: argparse.Namespace) -> None:
             f"--differences {args.differences} needs --baseline: name the layer that others are compared with"
         )
 
+    if args.name and not (args.groups or args.baseline or args.groups_csv or args.plot):
+        raise UserError(f"--name {shlex.join(args.name[0])} needs --groups, --baseline, --groups-csv or --plot")
+
     if not args.folders:
         raise UserError("no training is given: name folders that train.sh wrote, or CSV files of --csv")
 
@@ -198,8 +213,9 @@ def report(args: argparse.Namespace) -> str:
     if unknown:
         raise UserError(f"--columns {unknown[0]} is none of {', '.join(columns_of(rows))}")
     text, lines, correlation, scatter = markdown(rows, columns), [], None, None
+    found = groups(rows)
+    rename(found, args.name)
     if args.groups or args.baseline or args.groups_csv:
-        found = groups(rows)
         baseline = find_baseline(found, args.baseline) if args.baseline else None
         lines, tests = compare(found, baseline)
         over_seeds = groups_markdown(found, lines, tests, baseline, columns)
@@ -216,7 +232,7 @@ def report(args: argparse.Namespace) -> str:
         ("--markdown", args.markdown, lambda path: write_whole(path, lambda p: p.write_text(text, encoding="utf-8"))),
         ("--csv", args.csv, lambda path: save_csv(path, rows)),
         ("--groups-csv", args.groups_csv, lambda path: save_groups(path, lines)),
-        ("--plot", args.plot, lambda path: save_plot(path, rows)),
+        ("--plot", args.plot, lambda path: save_plot(path, found)),
         ("--draw", args.draw and args.draw[2], lambda path: draw_lines(path, measured, *args.draw[:2])),
         ("--differences", args.differences, lambda path: draw_differences(path, lines, baseline.name, columns)),
         ("--scatter", scatter, lambda path: draw_correlation(path, correlation, *args.correlate)),
@@ -240,10 +256,12 @@ def save_groups(path: str | Path, lines: Sequence[dict]) -> None:
     write_csv(path, columns, ({name: line.get(name) for name in columns} for line in lines))  # None is an empty cell
 
 
-def save_plot(path: str | Path, rows: Sequence[dict]) -> None:
-    if not any(row["curve"] for row in rows):
+def save_plot(path: str | Path, found: Sequence[Group]) -> None:
+    found = [replace(group, rows=[row for row in group.rows if row["curve"]]) for group in found]
+    found = [group for group in found if group.rows]
+    if not found:
         raise UserError(f"--plot {path} has nothing to show: none of the logs has a validation")
-    draw_curves(path, rows)
+    draw_curves(path, found)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,23 @@ from pathlib import Path
 from typing import Sequence
 
 from mixtape_plugin.analysis.pictures import pyplot, save
-from mixtape_plugin.analysis.statistics import Correlation, groups, is_ratio, numbers
+from mixtape_plugin.analysis.statistics import Correlation, Group, is_ratio, numbers
 from mixtape_plugin.errors import UserError
 
 
-def draw_curves(path: str | Path, rows: Sequence[dict]) -> None:
+def draw_curves(path: str | Path, found: Sequence[Group]) -> None:
     """Validation perplexity against updates and, where it is known, against the hours that they take in training.
 
     Trainings that differ in seed alone have one colour: their mean and a band from the lowest to the highest, or, where
     they were validated at different updates, a line each. Only up to 2.5 times the lowest, with each training's end in
     view: ends are what is compared.
+
+    Args:
+        found: groups of trainings, each of which was validated.
     """
     plt = pyplot()
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
-    found = groups([row for row in rows if row["curve"]])
     abscissae = {"updates": lambda row: list(row["curve"]), "hours of training": hours_of_training}
     if not any(hours_of_training(row) for group in found for row in group.rows):
         del abscissae["hours of training"]

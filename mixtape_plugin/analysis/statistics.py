@@ -98,6 +98,21 @@ def groups(rows: Sequence[dict]) -> list:
     return found
 
 
+def rename(found: Sequence[Group], names: Sequence[Sequence[str]]) -> None:
+    """Calls groups by other names, pairs of the present one and the new.
+
+    Raises UserError where no group has the former, or one has the latter already.
+    """
+    for old, new in names:
+        matching = [group for group in found if group.name == old]
+        if not matching:
+            known = ", ".join(group.name for group in found)
+            raise UserError(f"--name {old!r} is no group of trainings: it must be one of {known}")
+        if new in (group.name for group in found):
+            raise UserError(f"--name {old!r} {new!r} is not allowed: another group of trainings has this name")
+        matching[0].name = new
+
+
 def find_baseline(found: Sequence[Group], name: str) -> Group:
     """The one group of this layer (such as softmax, mixtape or mixtape-4); raises UserError for none or several."""
     matching = [group for group in found if name in (group.name, group.layer)]

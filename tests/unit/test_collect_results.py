@@ -379,6 +379,18 @@ def test_a_link_stays_one_and_a_pipe_is_written_to(folder, tmp_path):
             "--page page.md has 0 times '<!-- collect_results.py ' and 0 whole blocks, "
             "<!-- collect_results.py ARGUMENTS --> … <!-- end -->",
         ),
+        (
+            ["run", "--name", "mixtape-4", "a b"],
+            "--name mixtape-4 'a b' needs --groups, --baseline, --groups-csv or --plot",
+        ),
+        (
+            ["run", "--groups", "--name", "moon", "sun"],
+            "--name 'moon' is no group of trainings: it must be one of mixtape-4",
+        ),
+        (
+            ["run", "other", "--groups", "--name", "mixtape-4", "softmax"],
+            "--name 'mixtape-4' 'softmax' is not allowed: another group of trainings has this name",
+        ),
         (["--page", "nowhere.md"], "nowhere.md cannot be read: No such file or directory"),
         (["run", "--csv", "nowhere/a.csv"], "--csv nowhere/a.csv cannot be written: No such file or directory"),
         (["run", "--markdown", "run/x/a.md"], "--markdown run/x/a.md cannot be written: No such file or directory"),
@@ -387,6 +399,7 @@ def test_a_link_stays_one_and_a_pipe_is_written_to(folder, tmp_path):
 def test_mistakes(args, sentence, folder, tmp_path, monkeypatch):
     folder("run", train_log=start())
     folder("seen", train_log=start() + epoch(1, 1, 2))
+    folder("other", train_log=start("softmax"))
     (tmp_path / "damaged.csv").write_text("folder,layer\nx,y\n")
     (tmp_path / "page.md").write_text("no table\n")
     monkeypatch.chdir(tmp_path)

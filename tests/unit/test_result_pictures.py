@@ -55,6 +55,24 @@ def test_long_names_are_wrapped(folder, drawn, tmp_path):
     assert " ".join(axes.get_legend().texts[1].get_text().split()) == f"mixtape-4:{flags}"
 
 
+def test_groups_by_other_names(folder, drawn, tmp_path, capsys):
+    """The same names in the table, the tests' line and both pictures."""
+    folders = []
+    for flags, seed, perplexity in (("", 1, 140), ("", 2, 150), (" --small", 1, 130), (" --small", 2, 133)):
+        log = start("softmax", seed).replace("train.sh softmax", f"train.sh softmax{flags}") + epoch(1, 9, perplexity)
+        folders.append(str(folder(f"{seed}{flags.strip()}", train_log=log)))
+    pictures = [str(tmp_path / "curves.png"), str(tmp_path / "differences.png")]
+    names = ["--name", "softmax: no further flags", "large", "--name", "softmax: --small", "small one"]
+    columns = ["--columns", "valid ppl", "--baseline", "large"]
+    collect_results.main([*folders, *names, *columns, "--plot", pictures[0], "--differences", pictures[1]])
+    printed = capsys.readouterr().out
+    rows, _ = table_of(printed)
+    assert [row["group"] for row in rows] == ["large", "small one"]
+    assert "difference: from large" in printed and "further flags" not in printed
+    assert [text.get_text() for text in drawn[0][0].get_legend().texts] == ["large, 2 seeds", "small one, 2 seeds"]
+    assert [text.get_text() for text in drawn[1][0].get_yticklabels()] == ["small one (2)"]
+
+
 def test_a_plot_shows_where_trainings_end(folder, drawn, tmp_path):
     whole = folder("whole", train_log=start() + epoch(1, 100, 400.5) + epoch(2, 200, 6.25) + epoch(3, 300, 6))
     stopped = folder("stopped", train_log=start("softmax", 1) + epoch(1, 100, 300) + epoch(2, 200, 30))
