@@ -38,6 +38,7 @@ block <!-- collect_results.py ARGUMENTS --> … <!-- end --> gets what these arg
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -169,22 +170,38 @@ def check(args: argparse.Namespace) -> None:
 
 def all_rows(args: argparse.Namespace) -> list[dict]:
     """A row for each training that is asked for; what is damaged in a folder is said."""
-    rows = []
+    found = []
     for folder in args.folders:
         if folder.endswith(".csv"):
-            rows += read_rows(folder)
+            found += read_rows(folder)
             continue
         row, damaged = collect(folder)
-        rows.append(row)
+        found.append(row)
         for sentence in damaged:
             print(f"collect_results.py: {sentence}", file=sys.stderr)
-    rows = [row for row in rows if all(has(row["command"], text) for text in args.where)]
+    rows = {}
+    for row in found:  # a folder, and the CSV file that has its row: no two seeds
+        key = os.path.abspath(row["folder"]), row["command"]
+        if key in rows:
+            print(f"collect_results.py: {row['folder']} is given twice; the last one counts", file=sys.stderr)
+        rows[key] = row
+    rows = [row for row in rows.values() if all(has(row["command"], text) for text in args.where)]
     if not rows:
         raise UserError(f"--where {' '.join(args.where)} is in no training's command")
     rows = [row for row in rows if not any(has(row["command"], text) for text in args.without)]
     if not rows:
         raise UserError(f"--without {' '.join(args.without)} leaves no training: each command has one of these")
     return rows
+
+
+def split_columns(text: str, known: Sequence[str]) -> list[str]:
+    """The names between commas; of names that are known, one may have a comma itself."""
+    parts, names = [part.strip() for part in text.split(",")], []
+    while parts:
+        size = next((size for size in range(len(parts), 1, -1) if ", ".join(parts[:size]) in known), 1)
+        names.append(", ".join(parts[:size]))
+        del parts[:size]
+    return names
 
 
 def has(command: str, text: str) -> bool:
@@ -200,8 +217,9 @@ def report(args: argparse.Namespace) -> str:
     """What is printed: the tables that are asked for. Files that are asked for are written."""
     check(args)
     rows = all_rows(args)
-    columns = args.columns and [name.strip() for name in args.columns.split(",")]
-    known = [*csv_columns(rows), "group", "n"]
+    of_groups = args.groups or args.baseline or args.groups_csv
+    known = [*csv_columns(rows), *(("group", "n") if of_groups else ()), *(P_VALUES if args.baseline else ())]
+    columns = args.columns and split_columns(args.columns, known)
     flags = []
     for name in dict.fromkeys((*(columns or ()), *(args.correlate or ()), *(args.draw or ())[:2])):
         if name not in known and any(value_of_flag(row["command"], name) for row in rows):
@@ -209,15 +227,19 @@ def report(args: argparse.Namespace) -> str:
             for row in rows:
                 row[name] = value_of_flag(row["command"], name) or "–"
     known += flags
-    unknown = [name for name in columns or () if name not in known and not (args.baseline and name in P_VALUES)]
+    unknown = [name for name in columns or () if name not in known]
     if unknown:
         raise UserError(f"--columns {unknown[0]} is none of {', '.join(columns_of(rows))}")
     text, lines, correlation, scatter = markdown(rows, columns), [], None, None
     found = groups(rows)
     rename(found, args.name)
-    if args.groups or args.baseline or args.groups_csv:
+    if of_groups:
         baseline = find_baseline(found, args.baseline) if args.baseline else None
         lines, tests = compare(found, baseline)
+        of_several = {*P_VALUES, *(name for line in lines for name in line if name != "command")}
+        alone = [name for name in columns or () if name not in of_several]
+        if alone:
+            raise UserError(f"--columns {alone[0]} is of single trainings, and --groups puts several into one line")
         over_seeds = groups_markdown(found, lines, tests, baseline, columns)
         text = over_seeds if columns else f"{text}\n{over_seeds}"
     measured = [{**row, **{name: value_of(row[name]) for name in flags}} for row in rows]

@@ -14,6 +14,7 @@ usage="usage: quickstart.sh [--data DIR [--source-lang XX]] [--out DIR] [--layer
   --updates N   training length (default: 1000)
   --no-setup    use the Python environment that is active instead of setting one up"
 die() { echo "quickstart.sh: $*" >&2; exit 1; }
+unset CDPATH # with it cd may go elsewhere, and print where
 
 data="" from="" out="" layers=softmax,mixtape updates=1000 setup=yes
 while [ $# -gt 0 ]; do
@@ -43,9 +44,12 @@ for layer in "${layers[@]}"; do
   flags_of "$layer" >/dev/null || die "--layers names '$layer', allowed are softmax, mos, moc, mixtape, sigsoftmax, gss and plif"
 done
 [ -z "$data" ] || [ -d "$data" ] || die "--data $data is no folder"
-[ -z "$data" ] || data=$(CDPATH= cd "$data" && pwd)
+[ -z "$data" ] || data=$(cd "$data" && pwd)
 [ -z "$from" ] || [ -n "$data" ] || die "--source-lang $from goes with --data only"
 settings="data ${data:-generated}${from:+ from $from}, updates $updates"
+if [ -n "$data" ]; then # of a text that was changed nothing is reused
+  settings+=", checksum $({ cat "$data"/{train,valid,test}.* 2>/dev/null || true; } | cksum)"
+fi
 holds_other_run() { [ -f "$1/settings" ] && [ "$(cat "$1/settings")" != "$settings" ]; }
 if [ -z "$out" ]; then # of this name, the first that is new or holds this very run
   name=quickstart-output${data:+.$(basename "$data")}
@@ -56,12 +60,13 @@ if [ -z "$out" ]; then # of this name, the first that is new or holds this very 
   done
 fi
 mkdir -p "$out"
-out=$(CDPATH= cd "$out" && pwd)
+out=$(cd "$out" && pwd)
+case $out in *[,:]*) die "--out $out has a comma or a colon, at which fairseq takes a name apart: choose another one" ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [ $setup = yes ]; then
   scripts/setup.sh
-  PATH=$(CDPATH= cd "${MIXTAPE_VENV:-.venv}" && pwd)/bin:$PATH
+  PATH=$(cd "${MIXTAPE_VENV:-.venv}" && pwd)/bin:$PATH
 fi
 export OMP_NUM_THREADS=1 PYTHONUTF8=1 # tensors are tiny: both trainings run at once instead
 ! holds_other_run "$out" ||
@@ -84,10 +89,10 @@ if [ ! -d "$text" ]; then
     for split in train valid test; do
       for lang in "${langs[@]}"; do
         [ -s "$data/$split.$lang" ] || die "--data $data: $split.$lang is missing or empty"
-        cp "$data/$split.$lang" "$text.part/raw.$split.$lang"
+        tr -d '\r' <"$data/$split.$lang" >"$text.part/raw.$split.$lang" # which some of the tools take for the end of a line
       done
       # grep counts a last line without its newline, too, as fairseq does
-      counts=$(for lang in "${langs[@]}"; do grep -c '' "$data/$split.$lang"; done | sort -u | wc -l)
+      counts=$(for lang in "${langs[@]}"; do grep -c '' "$text.part/raw.$split.$lang"; done | sort -u | wc -l)
       [ "$counts" -eq 1 ] || die "--data $data: $split.${langs[0]} and $split.${langs[1]} differ in their number of lines"
     done
     say "learning a joint BPE of 4,000 merges"

@@ -4,6 +4,8 @@
 #   MIXTAPE_VENV=DIR       another place than .venv; a relative one is relative to the repository
 #   MIXTAPE_CUDA=1         accept a torch with CUDA (gigabytes) on a machine without an NVIDIA GPU
 set -euo pipefail
+unset CDPATH # with it cd may go elsewhere, and print where
+case ${PYTHON-} in /*) ;; */*) PYTHON=$PWD/$PYTHON ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv="${MIXTAPE_VENV:-.venv}"

@@ -129,7 +129,10 @@ evaluate_translation() {
   local tokens=$data/text/lower-cased-tokens.test.$1
   [ ! -f "$tokens" ] || references+=(--lower-cased-tokens "$tokens")
 
+  local before="" analyses=({rank,predictions,similarity}.json)
+  [ ! -f "$save/average.pt" ] || before=$(checksum md5 "$save/average.pt")
   python "$root/scripts/average_checkpoints.py" --last "${last:-$2}" "$save" --by "$3" --output "$save/average.pt"
+  [ "$(checksum md5 "$save/average.pt")" = "$before" ] || rm -f "${analyses[@]/#/$save/}" # of another model
   rm -rf "$save"/{lenpen,lenpen.json,test-perplexity.txt,{test,valid}.hyp,{,valid-}score.{txt,json}} # of the average before
   test_perplexity "${flags[@]}"
   translate "$1" test test generate.log "${flags[@]}"
@@ -160,8 +163,16 @@ evaluate_wmt() { # evaluate_wmt DATA TARGET ARGUMENT...: the whole of evaluate.s
 
 # ------------------------------------------------------------------------------------------------- language models
 
+# drop_older NAME...: removes each of these files of $save that is no newer than its best checkpoint: of the one before, perhaps
+drop_older() {
+  local name
+  for name; do
+    [ ! "$save/checkpoint_best.pt" -nt "$save/$name" ] || rm -f "$save/$name"
+  done
+}
+
 perplexity() { # perplexity SPLIT COLUMNS UNIT FLAGS...: fairseq-eval-lm of $save/checkpoint_best.pt, into $save/SPLIT.txt
-  local split=$1 columns=$2 unit=$3 log=$save/eval.$1.log count bits name
+  local split=$1 columns=$2 unit=$3 log=$save/eval.$1.log count bits
   shift 3
   fairseq-eval-lm "$data" --user-dir "$root/mixtape_plugin" --task bptt_language_modeling --path "$save/checkpoint_best.pt" \
     --gen-subset "$split" --batch-size "$columns" --log-format simple --log-interval 1000 "$@" >"$log" 2>&1 ||
@@ -172,9 +183,7 @@ perplexity() { # perplexity SPLIT COLUMNS UNIT FLAGS...: fairseq-eval-lm of $sav
   echo "$split: $count ${unit}s, $bits" >"$save/$split.txt.part"
   if [ "$split" = valid ]; then # what is of the checkpoint before, perhaps
     rm -f "$save/test.txt"
-    for name in {dynamic_evaluation,cache_pointer}.txt {rank,predictions,similarity}.json; do
-      [ ! "$save/checkpoint_best.pt" -nt "$save/$name" ] || rm -f "$save/$name"
-    done
+    drop_older {dynamic_evaluation,cache_pointer}.txt {rank,predictions,similarity}.json
   fi
   mv "$save/$split.txt.part" "$save/$split.txt"
   cat "$save/$split.txt"

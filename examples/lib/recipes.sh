@@ -40,6 +40,7 @@ make() { # make FILE COMMAND...: FILE holds what COMMAND prints
 }
 begin() { # begin OUT SETTINGS: the folder $text for the text, which remembers how it was made
   command -v fairseq-preprocess >/dev/null || die "fairseq-preprocess is not installed; scripts/setup.sh sets up all that is needed"
+  case $1 in *[,:]*) die "--out $1 has a comma or a colon, at which fairseq takes a name apart: choose another one" ;; esac
   text=$1/text
   mkdir -p "$text"
   if [ ! -f "$text/settings" ]; then

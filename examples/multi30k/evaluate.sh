@@ -15,5 +15,9 @@ source "$root/examples/lib/evaluation.sh"
 
 evaluate_options data-bin/multi30k.en-de "$@"
 search=(--beam 5)
-reference=$(compgen -G "$data/text/raw.test.*" | grep -v '\.en$') || die "--data $data holds no text/raw.test.*; run prepare.sh first"
-evaluate_translation "${reference##*.}" 10 epochs # average, fairseq-validate, fairseq-generate, score.py
+target=""
+for reference in "$data"/text/raw.test.*; do
+  [ ! -f "$reference" ] || [ "${reference##*.}" = en ] || target=${reference##*.}
+done
+[ -n "$target" ] || die "--data $data holds no text/raw.test.*; run prepare.sh first"
+evaluate_translation "$target" 10 epochs # average, fairseq-validate, fairseq-generate, score.py

@@ -18,6 +18,7 @@ for option in shards types workers; do positive "--$option" "${!option}"; done
 [ "$shards" -le 99 ] || die "--shards is $shards, allowed is 1 to 99"
 [ "$types" -gt 2 ] || die "--types is $types, allowed is 3 or more"
 [ -z "$from" ] || [ -r "$from" ] || die "--from $from cannot be read"
+[ -z "$from" ] || from=$(python -c 'import os, sys; print(os.path.abspath(sys.argv[1]))' "$from")
 archive=1-billion-word-language-modeling-benchmark-r13output.tar.gz
 url=${ONE_BILLION_URL:-http://www.statmt.org/lm-benchmark}/$archive
 begin "$out" "from ${from:-$url}, shards $shards, types $types"

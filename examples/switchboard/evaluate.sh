@@ -19,7 +19,10 @@ for split in valid test; do
   log=$save/validate.$split.log file=$save/$split-perplexity.txt
   fairseq-validate "$data" "${flags[@]}" --valid-subset "$split" --batch-size 64 >"$log" 2>&1 || die "fairseq-validate failed: $(tail -n 1 "$log")"
   grep -o 'nll_loss [^ ]* | ppl [^ ]*' "$log" | tail -n 1 | sed "s/^/$split /" >"$file.part" || die "fairseq-validate gave no perplexity; see $log"
-  [ $split = test ] || rm -f "$save"/{test-perplexity.txt,replies.txt,score.txt,score.json} # of the checkpoint before, perhaps
+  if [ $split = valid ]; then # what is of the checkpoint before, perhaps
+    rm -f "$save"/{test-perplexity.txt,replies.txt,score.txt,score.json}
+    drop_older {rank,predictions,similarity}.json
+  fi
   mv "$file.part" "$file"
   cat "$file"
 done

@@ -228,12 +228,14 @@ def read_rows(path: str | Path) -> list:
     """
     text = read(Path(path))
     lines = list(csv.DictReader((text or "").splitlines()))
-    if not lines or not {"folder", "layer", "command", CURVE} <= {*lines[0]}:
+    if not lines or not {"folder", *COMMON, *RUN, "command", CURVE} <= {*lines[0]}:
         raise UserError(f"{path} is no table of trainings: give one that collect_results.py --csv wrote")
     known = {*COMMON, *BITS, *LANGUAGE_MODEL, *TRANSLATION, *RUN, "folder", "command", CURVE}
     rows = []
-    for line in lines:
-        row = {name: value_of(text) for name, text in line.items() if name}
+    for number, line in enumerate(lines, 1):
+        if None in line or None in line.values():  # more cells than the first line has, or fewer
+            raise UserError(f"{path}, row {number} is damaged: it has other cells than the first line has names")
+        row = {name: value_of(text) for name, text in line.items()}
         row["seed"] = row["seed"] and str(row["seed"])
         row.update({name: line[name] for name in ("folder", "training", "commit", "command")})  # of digits, perhaps
         points = (point.split(":") for point in (line[CURVE] or "").split() if ":" in point)
@@ -294,7 +296,9 @@ def columns_of(rows: Sequence[dict]) -> list:
     columns = [*COMMON]
     if any(name in row for row in rows for name in BITS):
         columns += BITS
-    if len(translation) + len(dialog) < len(rows):
+    # a table of a CSV file has every column in every row
+    measured = any(row.get(name) is not None for row in rows for name in LANGUAGE_MODEL)
+    if measured or len(translation) + len(dialog) < len(rows):
         columns += LANGUAGE_MODEL
     if dialog:
         columns += dict.fromkeys([DIALOG, *(name for name in scores if name.startswith("BLEU-"))])

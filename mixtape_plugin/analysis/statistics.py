@@ -196,8 +196,8 @@ def differences(found: Sequence[Group], baseline: Group, column: str) -> dict:
 def compare(found: Sequence[Group], baseline: Group | None = None) -> tuple:
     """A line for each group, as a dictionary, and the number of tests that were made.
 
-    Columns: ``group``, ``n``, ``command``; mean and, with " sd" after the name, standard deviation of what is
-    measured; and of each score its :func:`differences` from the baseline, "…, difference", "…, lowest" and
+    Columns: ``group``, ``n``, ``command``; mean and, with " sd" and " n" after the name, standard deviation and number
+    of what is measured; and of each score its :func:`differences` from the baseline, "…, difference", "…, lowest" and
     "…, highest", and "p Student, …" and "p Welch, …".
     """
     columns = [name for name in columns_of([row for group in found for row in group.rows]) if name not in NOT_MEASURED]
@@ -208,6 +208,7 @@ def compare(found: Sequence[Group], baseline: Group | None = None) -> tuple:
         for column in columns:
             sample = group.sample(column)
             line[column], line[f"{column} sd"] = (sample.mean, sample.std) if sample else (None, None)
+            line[f"{column} n"] = sample.n if sample else 0
             if baseline is None or group is baseline or column not in TESTED:
                 continue
             ends = apart[column].get(group.name, (None, None, None))
@@ -232,7 +233,7 @@ def groups_markdown(
     "p Student" or "p Welch".
     """
     names = dict.fromkeys(name for line in lines for name in line if line[name] is not None)
-    hidden = ("command", " sd", ", lowest", ", highest")
+    hidden = ("command", " sd", " n", ", lowest", ", highest")
     shown = [name for name in names if not name.endswith(hidden)]
     if columns:
         more = [f"{name}, difference" for name in columns]
@@ -260,7 +261,8 @@ def groups_markdown(
         if number == int(number) and not deviation:  # parameters, and what is counted
             return f"{number:,.0f}"
         text = f"{number:,.{digits(name)}f}"
-        return text if deviation is None else f"{text} ± {deviation:,.{digits(name)}f}"
+        text = text if deviation is None else f"{text} ± {deviation:,.{digits(name)}f}"
+        return text if line[f"{name} n"] == line["n"] else f"{text} (n = {line[f'{name} n']})"
 
     text = table(shown, ([value(line, name) for name in shown] for line in lines))
     text += "\nMean ± sample standard deviation of n trainings that differ in their seed alone.\n"

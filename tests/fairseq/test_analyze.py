@@ -163,7 +163,7 @@ def test_predictions_of_language_models(trained_language_models, tmp_path, capsy
     data, folders = trained_language_models
     analyze.main(
         ["predictions", data, *map(str, folders), "--out", str(tmp_path), "--at", "2:3", "1:1", "--random", "4",
-         "--search", "lm.mos", str(folders[0]), "--top", "3", "--cpu"]
+         "--search", "lm.mos", f"{folders[0]}/", "--top", "3", "--cpu"]
     )  # fmt: skip
     printed = capsys.readouterr().out
     assert [line for line in printed.splitlines() if line.startswith("## ")] == [

@@ -144,6 +144,11 @@ def test_prepare_refuses_mistakes(corpus, prepared, tmp_path):
     (folder / "train.en").write_bytes(b"caf\xe9\n")
     assert mistake("prepare.sh", *out) == f"prepare.sh: {folder}/train.en cannot be read as UTF-8 text"
     assert "was prepared with other settings" in mistake("prepare.sh", "--from", corpus, "--out", prepared)
+    for out in ("a,b", "a:b"):
+        assert mistake("prepare.sh", "--from", corpus, "--out", tmp_path / out).endswith(
+            f"--out {tmp_path / out} has a comma or a colon, at which fairseq takes a name apart: choose another one"
+        )
+        assert not (tmp_path / out).exists()
     assert mistake("prepare.sh", "--target", "cs") == "prepare.sh: --target is 'cs', allowed are de and fr"
     assert mistake("prepare.sh", "--merges", "0") == "prepare.sh: --merges is '0', allowed is a positive whole number"
     assert mistake("prepare.sh", "--from", "nowhere") == "prepare.sh: --from nowhere is no folder that can be read"
@@ -221,6 +226,15 @@ def test_train_and_evaluate(prepared, tmp_path):
     ppl = re.fullmatch(r"test nll_loss [\d.]+ \| ppl ([\d.]+)\n", (save / "test-perplexity.txt").read_text())[1]
     assert float(ppl) == pytest.approx(2 ** true_bits(save / "average.pt", prepared), abs=0.0051)  # fairseq rounds it
 
+    # what was found out about an average stays with the same one, and no longer
+    (save / "rank.json").write_text('{"columns": {"rank": 5}}')
+    broken = recipes.stub(tmp_path / "broken", fairseq_validate="echo no memory; exit 1")
+    for last, kept in ((5, True), (4, False)):
+        assert mistake("evaluate.sh", save, "--data", prepared, "--last", last, MIXTAPE_VENV=broken).endswith(
+            "no memory"
+        )
+        assert (save / "rank.json").exists() == kept and not (save / "score.json").exists()
+
 
 def true_bits(path, data):
     """Mean of -log2 p over every target subword and </s> of the test set, sentence by sentence, in float64."""
@@ -257,6 +271,9 @@ def test_train_and_evaluate_refuse_mistakes(tmp_path):
     (tmp_path / "text" / "raw.test.de").write_text("ein Hund\n")
     message = "evaluate.sh: --tune-lenpen is '1,2', allowed are numbers, 0 or more, such as '1 1.5 2'"
     assert mistake("evaluate.sh", tmp_path, "--data", tmp_path, "--tune-lenpen", "1,2") == message
+    brackets = tmp_path / "data[1]"  # a pattern of the shell that matches another name
+    shutil.copytree(tmp_path / "text", brackets / "text")
+    assert mistake("evaluate.sh", tmp_path, "--data", brackets, "--tune-lenpen", "1,2") == message
     shutil.rmtree(tmp_path / "text")
     assert mistake("evaluate.sh", tmp_path, "--data", tmp_path).startswith(
         f"evaluate.sh: --data {tmp_path} holds no text/"

@@ -8,7 +8,7 @@ import sys
 import tarfile
 
 import pytest
-from recipes import ROOT, TINY_LSTM, binarized_files, decoded, mistake, output, write_archive
+from recipes import ROOT, TINY_LSTM, binarized_files, decoded, mistake, output, tools, write_archive
 
 ONE_BILLION = "1-billion-word-language-modeling-benchmark-r13output"
 
@@ -172,3 +172,13 @@ def test_one_billion_word_download(tmp_path):
     assert part.with_suffix("").read_bytes() == whole and not part.exists()
     message = "prepare.sh: --shards is 100, allowed is 1 to 99"
     assert mistake("one_billion_word", "prepare.sh", "--shards", 100) == message
+
+
+def test_a_relative_folder_is_the_same_from_elsewhere(tmp_path):
+    (tmp_path / "one" / "inner").mkdir(parents=True)
+    script = ROOT / "examples" / "one_billion_word" / "prepare.sh"
+    for folder, given in ((tmp_path, "one"), (tmp_path / "one" / "inner", "..")):
+        command = ["bash", script, "--from", given, "--out", tmp_path / "out"]
+        done = subprocess.run(command, cwd=folder, env=tools(), capture_output=True, text=True)
+        assert done.returncode == 1 and "other settings" not in done.stderr  # it holds no text
+    assert (tmp_path / "out" / "text" / "settings").read_text().startswith(f"from {tmp_path}/one, ")

@@ -2,19 +2,25 @@
 
 import csv
 import json
+import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from recipes import load_script, tools
+from recipes import load_script, stub, tools
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 
 
-def quickstart(*options, cwd=None):
+def quickstart(*options, cwd=None, path=None):
+    """With the commands of the folder ``path`` instead of the real ones."""
     command = [SCRIPTS / "quickstart.sh", "--no-setup", *map(str, options)]
-    return subprocess.run(command, env=tools(), cwd=cwd, capture_output=True, encoding="utf-8")
+    environment = tools()
+    if path:
+        environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"
+    return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, encoding="utf-8")
 
 
 def write_parallel(folder, **changed):
@@ -85,6 +91,13 @@ def write_settings(folder, settings):
     (folder / "settings").write_text(settings + "\n")
 
 
+def checksum(folder):
+    text = b"".join(
+        path.read_bytes() for split in ("train", "valid", "test") for path in sorted(folder.glob(f"{split}.*"))
+    )
+    return subprocess.run("cksum", input=text, stdout=subprocess.PIPE).stdout.decode().strip()
+
+
 def test_a_folder_for_each_run(tmp_path):
     """Without --out; the runs end at a file that is missing, when their folder is chosen."""
     data = write_parallel(tmp_path / "text", test_yy=None)
@@ -97,11 +110,56 @@ def test_a_folder_for_each_run(tmp_path):
 
     write_settings(tmp_path / "quickstart-output", "data generated, updates 1000")
     assert chosen() == ["quickstart-output.text"]
-    (tmp_path / "quickstart-output.text" / "settings").write_text(f"data {data}, updates 1000\n")
+    (tmp_path / "quickstart-output.text" / "settings").write_text(
+        f"data {data}, updates 1000, checksum {checksum(data)}\n"
+    )
     assert chosen() == [], "the same run goes on where it was"
     assert chosen("--source-lang", "yy") == ["quickstart-output.text.2"]
     (tmp_path / "quickstart-output.text.2" / "settings").write_text("data /another/text, updates 1000\n")
     assert chosen("--updates", "7") == ["quickstart-output.text.3"]
+    shutil.rmtree(tmp_path / "quickstart-output.text.2")
+    shutil.rmtree(tmp_path / "quickstart-output.text.3")
+    (data / "train.xx").write_text((data / "train.xx").read_text().replace("xxa", "xxc", 1))
+    assert chosen() == ["quickstart-output.text.2"], "nothing of a text that was changed is reused"
+
+
+def test_carriage_returns_end_no_line(tmp_path):
+    """Some tools take them for the end of a line, others do not: sentences would lose their translations."""
+    lines = [f"yya yyb yy{i % 5}\n" for i in range(20)]
+    data = write_parallel(tmp_path / "data", train_yy="".join([*lines[:3], "yya\ryyb\r\n", *lines[4:]]))
+    broken = stub(tmp_path / "broken", fairseq_preprocess="exit 7") / "bin"
+    run = quickstart("--data", data, "--out", tmp_path / "out", path=broken)
+    assert run.returncode == 1 and "fairseq-preprocess failed" in run.stderr
+    assert (tmp_path / "out" / "text" / "raw.train.yy").read_bytes() == "".join(
+        [*lines[:3], "yyayyb\n", *lines[4:]]
+    ).encode()
+
+
+@pytest.mark.parametrize("script", ["quickstart.sh", "setup.sh", "test.sh"])
+def test_the_shells_search_path_for_folders_does_not_matter(script, tmp_path):
+    """Started as the README has it, with a folder of that name where cd looks first; each ends at the first tool."""
+    (tmp_path / "scripts").mkdir()
+    environment = {
+        **tools(),
+        "CDPATH": str(tmp_path),
+        "PYTHON": "/nowhere/python",
+        "MIXTAPE_VENV": str(tmp_path / "venv"),
+    }
+    out = ["--out", tmp_path / "out"] if script == "quickstart.sh" else []
+    done = subprocess.run([f"scripts/{script}", *out], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert (
+        done.stderr == "setup.sh: PYTHON=/nowhere/python does not run: name a Python of 3.8 or later\n"
+        and not done.stdout
+    )
+
+
+def test_setup_takes_a_python_from_where_it_is_typed(tmp_path):
+    (tmp_path / "python").write_text("#!/bin/sh\necho 2.7 is too old; exit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    environment = {**tools(), "PYTHON": "./python", "MIXTAPE_VENV": str(tmp_path / "venv")}
+    done = subprocess.run([SCRIPTS / "setup.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith(f"setup.sh: PYTHON={tmp_path}/./python does not run: ")
 
 
 @pytest.mark.parametrize(
@@ -131,6 +189,10 @@ def test_bad_options(tmp_path):
         (["--layers", "gss,gss"], "names one twice"),
         (["--layers", "--updates", "9"], "--layers needs a value"),
         (["--speed", "9"], "unknown option --speed"),
+        (
+            ["--out", tmp_path / "a,b"],
+            "has a comma or a colon, at which fairseq takes a name apart: choose another one",
+        ),
     ]:
-        run = quickstart(*options, *(["--out", tmp_path / "out"] if options[0] != "--speed" else []))
+        run = quickstart(*options, *(["--out", tmp_path / "out"] if options[0] not in ("--speed", "--out") else []))
         assert run.returncode == 1 and message in run.stderr

@@ -400,6 +400,18 @@ def test_train_and_evaluate_refuse_mistakes(tmp_path):
     assert mistake("evaluate.sh", tmp_path, "--data", tmp_path) == message
 
 
+def test_analyses_of_an_earlier_checkpoint_go(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "test.response").write_text("yes\n")
+    for name in ("rank.json", "checkpoint_best.pt", "similarity.json"):
+        (tmp_path / name).write_text("")
+    os.utime(tmp_path / "rank.json", (1, 1))
+    said = 'case $* in *"subset test"*) echo no memory; exit 1 ;; esac; echo "| nll_loss 2 | ppl 4"'
+    venv = recipes.stub(tmp_path / "stub", fairseq_validate=said)
+    assert mistake("evaluate.sh", tmp_path, "--data", tmp_path, MIXTAPE_VENV=venv).endswith("no memory")
+    assert not (tmp_path / "rank.json").exists() and (tmp_path / "similarity.json").exists()
+
+
 def test_readme_names_the_options():
     readme = (ROOT / "examples" / "switchboard" / "README.md").read_text()
     for script in ("prepare.sh", "train.sh", "evaluate.sh"):

@@ -252,6 +252,14 @@ def test_a_csv_file_stands_for_its_trainings(folder, capsys, tmp_path):
     with pytest.raises(UserError, match="'validation by updates' of .*one is no list of UPDATES:PERPLEXITY"):
         read_rows(tmp_path / "edited.csv")
 
+    cut = file.read_text()[:-30]  # in the last cells of the last row
+    (tmp_path / "cut.csv").write_text(cut[: cut.rindex(",")])
+    with pytest.raises(UserError, match="cut.csv, row 3 is damaged: it has other cells than the first line has names"):
+        read_rows(tmp_path / "cut.csv")
+    (tmp_path / "less.csv").write_text(file.read_text().replace("commit", "x", 1))
+    with pytest.raises(UserError, match="less.csv is no table of trainings"):
+        read_rows(tmp_path / "less.csv")
+
     collect_results.main([str(file), "--columns", "seed,valid ppl", "--where=multi30k", "--where=--seed"])
     rows, _ = table_of(capsys.readouterr().out)
     assert rows == [{"seed": "7", "valid ppl": "63.25"}, {"seed": "8", "valid ppl": "190.25"}]
@@ -261,6 +269,39 @@ def test_a_csv_file_stands_for_its_trainings(folder, capsys, tmp_path):
     collect_results.main([str(file), "--groups", "--columns", "valid ppl", "--where=--seed"])
     (row,), _ = table_of(capsys.readouterr().out)
     assert row == {"group": "mixtape-4", "n": "2", "valid ppl": "126.75 ± 89.80"}
+    options = ["--groups", "--where=--seed", "--columns", "test ppl, BLEU tokenized, compounds split"]
+    collect_results.main([str(file), *options, "--groups-csv", str(tmp_path / "groups.csv")])
+    (row,), _ = table_of(capsys.readouterr().out)
+    scores = {"test ppl": "6.22 (n = 1)", "BLEU tokenized, compounds split": "35.25 (n = 1)"}
+    assert row == {"group": "mixtape-4", "n": "2", **scores}
+    with open(tmp_path / "groups.csv", encoding="utf-8") as groups_file:
+        (line,) = csv.DictReader(groups_file)
+    assert (line["n"], line["valid ppl n"], line["test ppl n"]) == ("2", "2", "1")
+
+
+def test_a_csv_file_of_several_kinds_keeps_all_of_them(folder, capsys, tmp_path):
+    folder("translation", train_log=start() + epoch(1, 274, 200.5), score_json=json.dumps(SCORES))
+    model = folder("model", train_log=start(task="language_modeling") + epoch(1, 9, 80))
+    (model / "cache_pointer.txt").write_text("test: 10 tokens, perplexity 90, perplexity with cache 75.50\n")
+    files = [tmp_path / "once.csv", tmp_path / "twice.csv"]
+    collect_results.main([str(tmp_path / "translation"), str(model), "--csv", str(files[0])])
+    collect_results.main([str(files[0]), "--csv", str(files[1])])
+    assert files[0].read_text() == files[1].read_text() and "75.5" in files[1].read_text()
+
+
+def test_a_training_counts_once(folder, capsys, tmp_path, monkeypatch):
+    """A folder, and the CSV file that has an earlier row of it: no two seeds."""
+    monkeypatch.chdir(tmp_path)
+    folder("run", train_log=start() + epoch(1, 274, 200.5))
+    folder("other", train_log=start(seed=8) + epoch(1, 274, 100))
+    collect_results.main(["run", "other", "--csv", "rows.csv"])
+    with open("run/train.log", "a", encoding="utf-8") as log:
+        log.write(epoch(2, 548, 150))
+    capsys.readouterr()
+    collect_results.main(["rows.csv", str(tmp_path / "run"), "--columns", "seed,valid ppl"])
+    printed = capsys.readouterr()
+    assert printed.err == f"collect_results.py: {tmp_path}/run is given twice; the last one counts\n"
+    assert table_of(printed.out)[0] == [{"seed": "7", "valid ppl": "150.00"}, {"seed": "8", "valid ppl": "100.00"}]
 
 
 @pytest.mark.parametrize(
@@ -390,6 +431,16 @@ def test_a_link_stays_one_and_a_pipe_is_written_to(folder, tmp_path):
         (
             ["run", "other", "--groups", "--name", "mixtape-4", "softmax"],
             "--name 'mixtape-4' 'softmax' is not allowed: another group of trainings has this name",
+        ),
+        (
+            ["run", "--groups", "--columns", "valid ppl,seed"],
+            "--columns seed is of single trainings, and --groups puts several into one line",
+        ),
+        (
+            ["seen", "--columns", "n"],
+            "--columns n is none of training, layer, seed, updates, epochs, ended, parameters, train ppl, valid ppl, "
+            "test ppl, BLEU 13a, BLEU intl, BLEU 13a lower-cased, BLEU tokenized, chrF, tokens/s, s an epoch, wall s, "
+            "commit",
         ),
         (["--page", "nowhere.md"], "nowhere.md cannot be read: No such file or directory"),
         (["run", "--csv", "nowhere/a.csv"], "--csv nowhere/a.csv cannot be written: No such file or directory"),
