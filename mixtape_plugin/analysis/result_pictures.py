@@ -95,6 +95,8 @@ def draw_lines(path: str | Path, rows: Sequence[dict], x: str, y: str) -> None:
     places = sorted({row[x] for row in both})
     if places[0] > 0 and places[-1] >= 4 * places[0]:
         axes.set_xscale("log")
+    else:
+        axes.locator_params(axis="x", nbins=5)  # of more, numbers of seven digits would run into each other
     if len(places) <= 6:  # more would run into each other
         axes.set_xticks(places, [f"{place:g}" for place in places])
         axes.minorticks_off()

@@ -130,6 +130,19 @@ def test_places_have_names_where_there_is_room(folder, drawn, tmp_path):
     assert few == ["700000", "700001", "700004"] and "700,010" in many and "700,001" not in many
 
 
+def test_large_numbers_do_not_run_into_each_other(folder, drawn, tmp_path):
+    sizes = [f"{round(550_000 + 1_450_000 * n / 6):,}" for n in range(7)]
+    folders = [folder(size, train_log=start(parameters=size) + epoch(1, 9, 99)) for size in sizes]
+    collect_results.main([*map(str, folders), "--draw", "parameters", "valid ppl", str(tmp_path / "sizes.png")])
+    (axes,) = drawn[0]
+    axes.figure.canvas.draw()
+    low, high = axes.get_xlim()
+    labels = [label for label in axes.get_xticklabels() if low <= label.get_position()[0] <= high]
+    boxes = [label.get_window_extent() for label in labels]
+    assert len(boxes) > 2
+    assert all(left.x1 < right.x0 for left, right in zip(boxes, boxes[1:]))
+
+
 def test_differences(folder, drawn, tmp_path, capsys):
     """Each group's interval is that of the table, in its order; a group without the score has none."""
     found = []
