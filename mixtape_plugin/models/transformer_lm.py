@@ -42,6 +42,11 @@ class MixtapeTransformerLanguageModel(TransformerLanguageModel):
                     "embedding for each token: leave it out, or use fairseq's own transformer_lm"
                 )
 
+        if args.share_decoder_input_output_embed and len(task.source_dictionary) != len(task.target_dictionary):
+            raise UserError(
+                "--share-decoder-input-output-embed does not go with --output-dictionary-size "
+                f"{len(task.target_dictionary)}, as there are {len(task.source_dictionary)} embeddings: leave one out"
+            )
         if args.decoder_layers_to_keep:
             args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
         if getattr(args, "max_target_positions", None) is None:

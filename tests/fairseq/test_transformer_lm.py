@@ -10,6 +10,7 @@ import torch
 from conftest import LAYERS, USER_DIR, make_dictionary, run
 from fairseq import checkpoint_utils, models
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
+from fairseq.data.dictionary import TruncatedDictionary
 from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_architecture
 from omegaconf import OmegaConf
 from reference import layer_log_probs
@@ -117,6 +118,20 @@ def test_positions_and_options_of_a_config_tree():
 def test_mistakes(options, message):
     with pytest.raises(UserError, match=re.escape(message)):
         build(**options)
+
+
+def test_tied_embeddings_and_a_shorter_output_dictionary():
+    task = make_task()
+    task.target_dictionary = TruncatedDictionary(task.source_dictionary, 20)
+    args = Namespace(**SIZE, max_target_positions=8, gate_dim=8, share_decoder_input_output_embed=True)
+    base_lm_architecture(args)
+    with pytest.raises(
+        UserError, match="^--share-decoder-input-output-embed does not go with --output-dictionary-size"
+    ):
+        MixtapeTransformerLanguageModel.build_model(args, task)
+    args.share_decoder_input_output_embed = False
+    model = MixtapeTransformerLanguageModel.build_model(args, task).eval()
+    assert model.get_normalized_probs(model(TOKENS[:, :4]), log_probs=False).shape == (2, 4, 20)
 
 
 @pytest.fixture(scope="module")
