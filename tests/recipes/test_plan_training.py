@@ -134,11 +134,19 @@ def test_space_counts_the_checkpoints_that_are_there(tmp_path):
 # ----------------------------------------------------------------------------------------------------- precision
 
 
-@pytest.mark.parametrize("flags, has", [("avx512_bf16", True), ("amx_bf16 amx_tile", True), ("avx512f bf16x", False)])
-def test_bfloat16_of_a_processor(flags, has, tmp_path):
-    (tmp_path / "cpuinfo").write_text(f"model name : one\nflags : fpu {flags} sse\n")
-    assert plan_training.multiplies_in_bfloat16(str(tmp_path / "cpuinfo")) == has
-    assert not plan_training.multiplies_in_bfloat16(str(tmp_path / "nowhere"))
+@pytest.mark.parametrize(
+    "vendor, flags, faster",
+    [
+        ("AuthenticAMD", "avx512_bf16", True),
+        ("AuthenticAMD", "avx512f bf16x", False),
+        ("GenuineIntel", "avx512_bf16 amx_bf16 amx_tile", True),
+        ("GenuineIntel", "avx512_bf16", False),
+    ],
+)
+def test_bfloat16_of_a_processor(vendor, flags, faster, tmp_path):
+    (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\nflags\t\t: fpu {flags} sse\n")
+    assert plan_training.multiplies_faster_in_bfloat16(str(tmp_path / "cpuinfo")) == faster
+    assert not plan_training.multiplies_faster_in_bfloat16(str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
