@@ -32,6 +32,8 @@ block <!-- collect_results.py ARGUMENTS --> … <!-- end --> gets what these arg
     tokens/s     median of the log's lines in training, target tokens
     s an epoch   median, without validation
     wall time    of training and validation, as fairseq counts it, resumed trainings added up
+    precision    float32, bfloat16 or float16
+    hardware     the processor, how many threads it may have, and GPUs that are there
     commit       of this repository when training began, "+" where files had been changed
 """
 

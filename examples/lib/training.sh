@@ -23,7 +23,8 @@ plan() {
 }
 
 # fairseq_train FLAG...: the recipe's command. FLAG... come after the data, the folders and the seed, and before the user's flags.
-# On the terminal and in $save/train.log, after a line with this repository's commit and train.sh's command; --print only prints it
+# On the terminal and in $save/train.log, after a line with this repository's commit, the hardware and train.sh's command;
+# --print only prints it
 fairseq_train() {
   local log=$save/train.log
   set -- fairseq-train "$data" --user-dir "$root/mixtape_plugin" --save-dir "$save" --seed "$seed" \
@@ -35,7 +36,14 @@ fairseq_train() {
   command -v "$1" >/dev/null || die "$1 is not installed; scripts/setup.sh sets up all that is needed"
   mkdir -p "$save"
   [ "${SLURM_PROCID:-0}" = 0 ] || log=/dev/null # of several tasks of srun the first keeps the log
-  { echo "train.sh: commit $(commit), command $command"; "$@"; } 2>&1 | tee -a "$log"
+  { echo "train.sh: commit $(commit), on $(hardware), command $command"; "$@"; } 2>&1 | tee -a "$log"
+}
+
+hardware() { # the processor, how many threads fairseq-train may have, and a GPU
+  local processor gpu
+  processor=$(sed -n '/^model name[[:space:]]*: /{s///p;q;}' "${MIXTAPE_CPUINFO:-/proc/cpuinfo}" 2>/dev/null) || true
+  gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sort | uniq -c | xargs) || true
+  echo "${processor:-$(uname -m)} (threads: ${OMP_NUM_THREADS:-$(getconf _NPROCESSORS_ONLN)})${gpu:+ with$gpu}"
 }
 
 commit() { # with "+" where files differ from it

@@ -23,7 +23,7 @@ LANGUAGE_MODEL = ("cache pointer", "dynamic evaluation")
 TRANSLATION = ("BLEU 13a", "BLEU intl", "BLEU 13a lower-cased", "BLEU tokenized", "chrF")
 DIALOG = "BLEU-1 precision"  # of scripts/score_dialog.py, among others
 CURVE = "validation by updates"
-RUN = ("tokens/s", "s an epoch", "wall s", "commit")
+RUN = ("tokens/s", "s an epoch", "wall s", "precision", "hardware", "commit")
 # What scripts/analyze.py and evaluate.sh --tune-lenpen leave in a training's folder; under "columns" what are columns.
 ANALYSES = ("rank.json", "predictions.json", "similarity.json", "lenpen.json")
 
@@ -37,6 +37,7 @@ TEXTS = {
 }
 SCORES = {"score.json": "", "valid-score.json": "valid "}  # -> what is put before the metrics' names
 LAST_UPDATES = 4000  # over which Yang et al. 2018 average the train perplexity on One Billion Word
+PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}  # by which flag of fairseq-train; without them it is float32
 START = "train.sh: commit "  # begins the line that train.sh writes before each start of fairseq-train
 
 
@@ -129,9 +130,14 @@ def from_log(text: str) -> dict:
         for variant, options in layer_class.variants.items():
             if all(last(rf"\b{name}=([^,)]+)", text) == str(value) for name, value in options.items()):
                 row["layer"] += f"-{variant}"
-    starts = re.findall(re.escape(START) + r"(\S+), command (.*)", text)
-    row["commit"] = ", ".join(dict.fromkeys(commit for commit, _ in starts)) or UNKNOWN
-    row["command"] = starts[-1][1].strip() if starts else UNKNOWN
+    starts = re.findall(re.escape(START) + r"(\S+), (?:on (.*?), )?command (.*)", text)
+    row["commit"] = ", ".join(dict.fromkeys(commit for commit, _, _ in starts)) or UNKNOWN
+    row["hardware"] = "; ".join(dict.fromkeys(filter(None, (hardware for _, hardware, _ in starts)))) or UNKNOWN
+    row["command"] = starts[-1][2].strip() if starts else UNKNOWN
+    flags = {name: last(rf"'{flag}': (True|False)", text) for name, flag in PRECISIONS.items()}
+    row["precision"] = next(
+        (name for name, given in flags.items() if given == "True"), "float32" if any(flags.values()) else None
+    )
 
     records = list(log_records(text))
 

@@ -3,6 +3,7 @@
 import gzip
 import os
 import random
+import re
 import shutil
 import subprocess
 import zipfile
@@ -204,7 +205,9 @@ def flags_of(example, data, tmp_path, *args):
     header, *lines = output(
         example, "train.sh", *args, "--data", data, "--save", folder / "save", MIXTAPE_VENV=folder
     ).splitlines()
-    assert header.startswith("train.sh: commit ") and f"examples/{example}/train.sh {args[0]} " in header
+    assert re.match(
+        rf"train.sh: commit \S+, on .+ \(threads: \d+\), command .*examples/{example}/train.sh {args[0]} ", header
+    )
     assert (folder / "save" / "train.log").read_text().splitlines() == [header, *lines]
     assert lines[lines.index("--user-dir") + 1] == USER_DIR
     return options.parse_args_and_arch(options.get_training_parser(), input_args=lines)

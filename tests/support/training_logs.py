@@ -9,11 +9,14 @@ LAYERS = {
 }
 
 
-def start(layer="mixtape", seed=7, task="translation", parameters="5,472,793", command="examples/multi30k/train.sh"):
+def start(
+    layer="mixtape", seed=7, task="translation", parameters="5,472,793", command="examples/multi30k/train.sh", bf16=True
+):
     """The beginning of train.log, as train.sh and fairseq-train write it."""
     return (
-        f"train.sh: commit 3be862a, command {command} {layer} --seed {seed}\n"
-        f"{TIME}fairseq_cli.train | {{'common': {{'_name': None, 'seed': {seed}, 'cpu': False}}, 'dataset': "
+        f"train.sh: commit 3be862a, on EPYC (threads: 1), command {command} {layer} --seed {seed}\n"
+        f"{TIME}fairseq_cli.train | {{'common': {{'_name': None, 'seed': {seed}, 'cpu': False, 'fp16': False, "
+        f"'bf16': {bf16}}}, 'dataset': "
         f"{{'fixed_validation_seed': None}}, 'model': Namespace(task='{task}', {LAYERS[layer]}, seed={seed})}}\n"
         f"{TIME}fairseq_cli.train | num. shared model params: {parameters} (num. trained: {parameters})\n"
         f"{TIME}fairseq_cli.train | num. expert model params: 0 (num. trained: 0)\n"

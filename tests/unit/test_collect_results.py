@@ -33,7 +33,8 @@ def test_translation(folder, capsys, tmp_path):
         "parameters": "5,472,793", "train ppl": "6.17", "valid ppl": "63.25", "test ppl": "6.22", "BLEU 13a": "34.98",
         "BLEU intl": "33.50",
         "BLEU 13a lower-cased": "not run", "BLEU tokenized": "not run", "BLEU tokenized, compounds split": "35.25",
-        "chrF": "57.96", "tokens/s": "1,050", "s an epoch": "440", "wall time": "1 h 57 min", "commit": "3be862a",
+        "chrF": "57.96", "tokens/s": "1,050", "s an epoch": "440", "wall time": "1 h 57 min",
+        "precision": "bfloat16", "hardware": "EPYC (threads: 1)", "commit": "3be862a",
     }  # fmt: skip
     names = ("layer", "seed", "epochs", "ended", "valid ppl", "test ppl", "chrF", "wall time")
     values = ["softmax", "8", "1", "no", "190.00", "not run", "not run", "1 min"]
@@ -155,13 +156,25 @@ def test_resumed_training(folder):
     """One log of two starts, the first killed in the middle of a line; the third, too, with nothing after it."""
     killed = f"{TIME}valid | epoch 002 | valid on 'valid' subset | loss 9 | nll_loss 8.5 | ppl 1"
     first = start(parameters="1") + epoch(1, 274, 200.5) + killed
-    second = start(seed=9).replace("3be862a", "48f452b+") + epoch(2, 548, 63.25, wall=130) + DONE
+    second = (
+        start(seed=9, bf16=False).replace("3be862a, on EPYC (threads: 1)", "48f452b+, on Xeon (threads: 2)")
+        + epoch(2, 548, 63.25, wall=130)
+        + DONE
+    )
     path = folder(train_log=first + second + killed)
     row, damaged = collect(path)
     assert damaged == [] and (row["seed"], row["parameters"], row["updates"]) == ("9", 5_472_793, 548)
     assert (row["commit"], row["valid ppl"], row["wall s"]) == ("3be862a, 48f452b+", 63.25, 60 + 130)
+    assert (row["precision"], row["hardware"]) == ("float32", "EPYC (threads: 1); Xeon (threads: 2)")
     assert row["ended"] == "no"  # something was begun after "done training"
     assert row["curve"] == {274: 200.5, 548: 63.25}
+    earlier = folder("earlier", train_log=start().replace(" on EPYC (threads: 1),", ""))  # logs had no hardware once
+    row, _ = collect(earlier)
+    assert (row["commit"], row["hardware"], row["command"].split()[0]) == (
+        "3be862a",
+        "unknown",
+        "examples/multi30k/train.sh",
+    )
 
 
 def test_json_log(folder):
@@ -225,8 +238,12 @@ def test_empty_log_and_no_log(folder, capsys):
     collect_results.main([str(empty), str(scored)])
     printed = capsys.readouterr()
     rows, _ = table_of(printed.out)
-    assert {value for name, value in rows[0].items() if name not in ("training", "commit")} == {"not run"}
-    assert rows[0]["commit"] == "unknown" and rows[1]["BLEU 13a"] == "34.98" and rows[1]["ended"] == "not run"
+    assert {value for name, value in rows[0].items() if name not in ("training", "commit", "hardware")} == {"not run"}
+    assert (
+        rows[0]["commit"] == rows[0]["hardware"] == "unknown"
+        and rows[1]["BLEU 13a"] == "34.98"
+        and rows[1]["ended"] == "not run"
+    )
     assert printed.err.splitlines() == [
         f"collect_results.py: {empty}/train.log does not tell the model",
         f"collect_results.py: {scored}/train.log is missing",
@@ -440,7 +457,7 @@ def test_a_link_stays_one_and_a_pipe_is_written_to(folder, tmp_path):
             ["seen", "--columns", "n"],
             "--columns n is none of training, layer, seed, updates, epochs, ended, parameters, train ppl, valid ppl, "
             "test ppl, BLEU 13a, BLEU intl, BLEU 13a lower-cased, BLEU tokenized, chrF, tokens/s, s an epoch, wall s, "
-            "commit",
+            "precision, hardware, commit",
         ),
         (["--page", "nowhere.md"], "nowhere.md cannot be read: No such file or directory"),
         (["run", "--csv", "nowhere/a.csv"], "--csv nowhere/a.csv cannot be written: No such file or directory"),
