@@ -234,7 +234,8 @@ def read_rows(path: str | Path) -> list:
     """
     text = read(Path(path))
     lines = list(csv.DictReader((text or "").splitlines()))
-    if not lines or not {"folder", *COMMON, *RUN, "command", CURVE} <= {*lines[0]}:
+    later = {"precision", "hardware"}  # columns that earlier tables lack
+    if not lines or not {"folder", *COMMON, *RUN, "command", CURVE} - later <= {*lines[0]}:
         raise UserError(f"{path} is no table of trainings: give one that collect_results.py --csv wrote")
     known = {*COMMON, *BITS, *LANGUAGE_MODEL, *TRANSLATION, *RUN, "folder", "command", CURVE}
     rows = []

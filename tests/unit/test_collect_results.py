@@ -269,6 +269,14 @@ def test_a_csv_file_stands_for_its_trainings(folder, capsys, tmp_path):
     with pytest.raises(UserError, match="'validation by updates' of .*one is no list of UPDATES:PERPLEXITY"):
         read_rows(tmp_path / "edited.csv")
 
+    earlier = tmp_path / "earlier.csv"  # without precision and hardware
+    rows = list(csv.reader(file.read_text().splitlines()))
+    at = rows[0].index("precision")
+    with open(earlier, "w", newline="") as kept:
+        csv.writer(kept).writerows(row[:at] + row[at + 2 :] for row in rows)
+    collect_results.main([str(earlier), "--columns", "training,hardware,commit"])
+    assert [row["hardware"] for row in table_of(capsys.readouterr().out)[0]] == ["not run"] * 3
+
     cut = file.read_text()[:-30]  # in the last cells of the last row
     (tmp_path / "cut.csv").write_text(cut[: cut.rindex(",")])
     with pytest.raises(UserError, match="cut.csv, row 3 is damaged: it has other cells than the first line has names"):
