@@ -63,8 +63,8 @@ def assert_no_worse_than_eager(case, dtype, autocast=None, factor=1, unlikely=()
     type, which is what rounding an exact result costs. Where the products are in float32 it may be twice eager's: there
     the order of sums decides, which is the processor's library's (Mixtape's gate_shared.weight without sharing has 1.7
     to 1.9 times eager's, over 3 to 6 seeds, on an Intel Xeon; on an AMD EPYC 1.5 was enough).
-    The largest, which is a matter of luck, may be twice eager's
-    plus two units of the largest number: that is for single entries gone wrong.
+    The largest, which is a matter of luck, may be twice eager's plus two units of the largest number: that is for
+    single entries gone wrong.
     """
     options["ignore_index"] = 1
     exact, errors = {}, {"fused": {}, "eager": {}}
