@@ -13,7 +13,7 @@ from conftest import USER_DIR, build_model, make_dictionary
 from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.distributed import utils as distributed
-from recipes import PRINT, ROOT, files, machine, mistake, output, run, stub
+from recipes import HEADER, PRINT, ROOT, files, machine, mistake, output, run, stub
 
 from mixtape_plugin.benchmarks.workloads import SHAPES, multiply_adds
 
@@ -53,7 +53,7 @@ def flags_of(example, no_data, venv, save, *args, **environment):
     done = run(example, "train.sh", *args, "--data", no_data, "--save", save, MIXTAPE_VENV=venv, **environment)
     assert done.returncode == 0, done.stderr
     header, *flags = done.stdout.splitlines()
-    assert header.startswith("train.sh: commit ")
+    assert re.match(rf"{HEADER}.*examples/{example}/train\.sh {args[0]} ", header)
     assert flags[flags.index("--user-dir") + 1] == USER_DIR
     return options.parse_args_and_arch(options.get_training_parser(), input_args=flags), done.stderr
 

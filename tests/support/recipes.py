@@ -17,6 +17,8 @@ from fairseq.data import Dictionary, data_utils
 from mixtape_plugin.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
+# How a train.log begins, up to the command; a regular expression.
+HEADER = r"train\.sh: commit \S+, on .+ \(threads: \d+\), command "
 TINY_TRANSFORMER = """
     --encoder-layers 1 --encoder-embed-dim 16 --encoder-ffn-embed-dim 16 --decoder-layers 1 --decoder-embed-dim 16
     --decoder-ffn-embed-dim 16 --max-epoch 6 --max-tokens 1000 --gate-dim 4 --warmup-updates 10 --log-interval 1
