@@ -1,7 +1,8 @@
 """The fused loss of Mixtape.
 
 Shapes: N tokens, n of a chunk, K components, E embedding, V vocabulary, S frequent tokens, d width of the gates'
-contexts (d2 + K: the gate embedding's, and what makes shared logit and bias a part of the product).
+contexts (d2 + K: the gate embedding's, then the shared logit and K−1 columns for the biases, which makes both a part of
+the product).
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def mixtape_loss(
         prior: π of the rare tokens, which share it, [N, K].
         gate_contexts: [N, K−1, d]; times ``gate_weight`` they are the gate logits.
         weight: w_x, [V, E].
-        gate_weight: [S, d].
+        gate_weight: [S, d]; its column d2 is ones.
         bias: b_x, [V]; −∞ where a token cannot be predicted.
         target: [N].
         noise: standard deviation of the noise on the frequent tokens' gate logits, drawn chunk by chunk.
@@ -172,6 +173,7 @@ class MixtapeLoss(FusedLoss):
         self.add_product("gate_weight", gates.t(), parts.gate_contexts)
         self.add_by_component("contexts", rows, leaves, self.write.frequent)
         self.add_by_component("gate_contexts", rows, gates, self.write.gate_matrix)
+        self.sum_shared(rows, parts.gates)
 
     def add_rare(self, rows: slice, scores: Tensor, context: Tensor) -> None:
         """What follows from the gradients of the rare tokens' scores, [n, V−S], and their context Σ_k π_k h_k."""
@@ -183,6 +185,16 @@ class MixtapeLoss(FusedLoss):
             self.grad["contexts"][rows].addcmul_(self.prior[rows].to(self.wide).unsqueeze(2), grad)
         if self.grad["prior"] is not None:
             self.grad["prior"][rows] = (self.contexts[rows].to(self.wide) * grad).sum(2)
+
+    def sum_shared(self, rows: slice, gates: Tensor) -> None:
+        """The gradient of the shared logits u_k·g is the sum of those of the S gate logits, ``gates`` [K−1, n, S].
+
+        The product above has it, too, but as a chain of S additions in a row, whose rounding errors add up; ``sum``
+        goes in pairs.
+        """
+        total = self.grad["gate_contexts"]
+        if total is not None:
+            total[rows, :, -1 - len(gates)] = gates.sum(2, dtype=self.wide).t() / self.scale
 
     def add_by_component(self, name: str, rows: slice, left: Tensor, right: Tensor) -> None:
         """The gradient in some rows [n, k, e] of an input gets left [k·n, s] @ right [s, e]."""
