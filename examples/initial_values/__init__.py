@@ -1,4 +1,4 @@
-"""Mixtape from other initial values, which its paper does not give: layers for ``--user-dir examples/initial_values``.
+"""Mixtures from initial values that their papers do not give: layers for ``--user-dir examples/initial_values``.
 
 One ablation each; docs/results.md has what three of them did. Also how layers of your own are trained without a
 change to the plugin: a package that calls ``mixtape_plugin.register()`` and adds rows to ``OUTPUT_LAYERS``.
@@ -14,7 +14,9 @@ sys.path.append(str(Path(__file__).parents[2]))  # where the plugin is not insta
 import mixtape_plugin
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.output_layers import OUTPUT_LAYERS
+from mixtape_plugin.output_layers.base import MixtureLayer
 from mixtape_plugin.output_layers.mixtape import Mixtape
+from mixtape_plugin.output_layers.mixture_of_contexts import MixtureOfContexts
 
 mixtape_plugin.register()
 
@@ -28,19 +30,27 @@ class XavierContexts(Mixtape):
             nn.init.xavier_uniform_(component, nn.init.calculate_gain("tanh"))
 
 
-class IdentityContexts(Mixtape):
-    """H_k = 1 + noise of standard deviation .1/√D, where E = D: each h_k begins near tanh(g)."""
+class IdentityContexts(MixtureLayer):
+    """H_k = 1 + noise of standard deviation .1/√D, where E = D: each h_k begins near tanh(g). For any mixture."""
 
     def build_parameters(self) -> None:
         super().build_parameters()
         if self.embed_dim != self.feature_dim:
             raise UserError(
-                f"--output-layer mixtape-identity needs an embedding as wide as the features, {self.feature_dim}; "
-                f"it is {self.embed_dim}"
+                f"--output-layer {self.config.output_layer} needs an embedding as wide as the features, "
+                f"{self.feature_dim}; it is {self.embed_dim}"
             )
         for component in self.context.weight.unflatten(0, (self.num_components, -1)):
             nn.init.eye_(component)
             component.data.add_(component.new_empty(component.shape).normal_(std=0.1 * self.feature_dim**-0.5))
+
+
+class MixtapeIdentity(IdentityContexts, Mixtape):
+    pass
+
+
+class MoCIdentity(IdentityContexts, MixtureOfContexts):
+    pass
 
 
 class SmallGates(Mixtape):
@@ -62,7 +72,8 @@ class LargeGates(Mixtape):
 
 for name, layer in {
     "mixtape-xavier": XavierContexts,
-    "mixtape-identity": IdentityContexts,
+    "mixtape-identity": MixtapeIdentity,
+    "moc-identity": MoCIdentity,
     "mixtape-small-gates": SmallGates,
     "mixtape-large-gates": LargeGates,
 }.items():

@@ -29,8 +29,8 @@ def layer(name, **options):
 
 
 def same_but(name, *names, **options):
-    """The plugin's Mixtape and another, which differ in these parameters alone."""
-    ours, other = layer("mixtape", **options), layer(name, **options)
+    """The plugin's layer and another, which differ in these parameters alone."""
+    ours, other = layer(name.split("-")[0], **options), layer(name, **options)
     for parameter, value in ours.state_dict().items():
         assert torch.equal(value, other.state_dict()[parameter]) == (parameter not in names)
     return ours, other
@@ -44,12 +44,13 @@ def test_xavier():
         assert component.std().item() == pytest.approx(bound / 3**0.5, rel=0.03)
 
 
-def test_identity():
-    _, other = same_but("mixtape-identity", "context.weight")
+@pytest.mark.parametrize("name", ["mixtape-identity", "moc-identity"])
+def test_identity(name):
+    _, other = same_but(name, "context.weight")
     for component in other.context.weight.unflatten(0, (4, D)):
         assert (component - torch.eye(D)).std().item() == pytest.approx(0.1 / D**0.5, rel=0.03)
-    with pytest.raises(UserError, match="as wide as the features, 96; it is 48"):
-        layer("mixtape-identity", output_embed_dim=48)
+    with pytest.raises(UserError, match=f"--output-layer {name} needs .* as wide as the features, 96; it is 48"):
+        layer(name, output_embed_dim=48)
 
 
 def test_small_gates():
