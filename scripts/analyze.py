@@ -3,18 +3,20 @@
 
     python scripts/analyze.py rank data-bin/ptb checkpoints/ptb.*
     python scripts/analyze.py predictions data-bin/ptb checkpoints/ptb.* --paper
+    python scripts/analyze.py frequency data-bin/ptb checkpoints/ptb.softmax checkpoints/ptb.mixtape
     python scripts/analyze.py similarity data-bin/ptb checkpoints/ptb.* --pairs eval-word-vectors
 
 rank         the rank of log P, contexts by tokens, its effective ranks, its singular values, and the mean divergence
              between the predictions in two contexts
 predictions  the likeliest words of each model at chosen positions, and how often the true one is among them
+frequency    the perplexity of frequent and of rare words, and which of them two models' losses differ in
 similarity   Spearman's correlation of the embeddings' cosines with people's ratings of word pairs
 
 DATA is what fairseq-preprocess wrote; each DIR a folder of train.sh, of which average.pt is read where evaluate.sh
 made one, else checkpoint_best.pt. A translation model reads the true target up to each word (teacher forcing).
 
-Prints Markdown; writes CSV files and a picture into --out, and rank.json, predictions.json or similarity.json into
-each DIR, whose figures scripts/collect_results.py shows as columns.
+Prints Markdown; writes CSV files and a picture into --out, and, but for frequency, rank.json, predictions.json or
+similarity.json into each DIR, whose figures scripts/collect_results.py shows as columns.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Sequence
+from typing import Iterator, Sequence
 
 import start
 import torch
 
-from mixtape_plugin.analysis import pictures, predictions, rank, word_similarity
+from mixtape_plugin.analysis import frequency, pictures, predictions, rank, word_similarity
 from mixtape_plugin.analysis.divergence import PairwiseDivergence
 from mixtape_plugin.analysis.files import write_csv, write_whole
 from mixtape_plugin.analysis.results import table
@@ -136,17 +138,25 @@ def run_rank(args: argparse.Namespace) -> None:
 # ----------------------------------------------------------------------------------------------- predictions
 
 
-def run_predictions(args: argparse.Namespace) -> None:
-    found, text = {}, None
+def models_of_one_text(args: argparse.Namespace) -> Iterator[tuple]:
+    """Name, model and text of each folder, one after the other; raises UserError where two read different texts."""
+    first = None
     for folder, name in args.names.items():
         trained = load(folder, args.data, args.checkpoint, device(args))
-        if text is None:
-            text = trained.read(args.subset)
+        text = trained.read(args.subset)
+        first = first or text
+        if not torch.equal(text.targets, first.targets):
+            raise UserError(f"{folder} reads another text than the first folder: compare models of one text")
+        yield name, trained, text
+
+
+def run_predictions(args: argparse.Namespace) -> None:
+    found = {}
+    for name, trained, text in models_of_one_text(args):
+        if not found:
             groups = chosen(args, text)  # a position that is not in the text, before anything takes time
             if args.top > trained.tokens:
                 raise UserError(f"--top {args.top} is not allowed: at most {trained.tokens}, the tokens there are")
-        elif not torch.equal(trained.read(args.subset).targets, text.targets):
-            raise UserError(f"{folder} reads another text than the first folder: compare models of one text")
         with progress_bar(name, len(text)) as bar:
             found[name] = predictions.predict(trained, args.subset, args.top, bar.update)
     if args.search:
@@ -199,6 +209,20 @@ def find_name(args: argparse.Namespace, given: str) -> str:
     return names[0]
 
 
+# ------------------------------------------------------------------------------------------------- frequency
+
+
+def run_frequency(args: argparse.Namespace) -> None:
+    losses = {}
+    for name, trained, text in models_of_one_text(args):
+        with progress_bar(name, len(text)) as bar:
+            losses[name] = -predictions.predict(trained, args.subset, 1, bar.update).target_log_probs
+    rows = frequency.by_frequency(losses, text)
+    write_csv(args.out / "frequency.csv", frequency.COLUMNS, rows)
+    pictures.draw_frequency(args.out / "frequency.png", [row for row in rows if row["rank"] != frequency.ALL])
+    print(frequency.markdown(rows), end="")
+
+
 # ------------------------------------------------------------------------------------------------ similarity
 
 
@@ -249,8 +273,10 @@ def write_json(path: Path, value: object) -> None:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="rank|predictions|similarity")
-    runs = {"rank": run_rank, "predictions": run_predictions, "similarity": run_similarity}
+    commands = parser.add_subparsers(dest="command", required=True, metavar="rank|predictions|frequency|similarity")
+    runs = {
+        "rank": run_rank, "predictions": run_predictions, "frequency": run_frequency, "similarity": run_similarity,
+    }  # fmt: skip
     for name, function in runs.items():
         command = commands.add_parser(name)
         command.set_defaults(run=function)
@@ -292,7 +318,7 @@ def check(args: argparse.Namespace) -> None:
             check_values(args, {name: (value >= least, f"at least {least}")})
     for folder in args.folders:
         find_checkpoint(folder, args.checkpoint)
-        if not os.access(folder, os.W_OK):
+        if args.command != "frequency" and not os.access(folder, os.W_OK):
             raise UserError(f"{folder} cannot be written to, and {args.command}.json belongs there")
     names = [folder.resolve().name for folder in args.folders]
     args.names = {folder: name if names.count(name) == 1 else str(folder) for folder, name in zip(args.folders, names)}

@@ -121,3 +121,34 @@ def draw_similarity(path: str | Path, results: dict) -> None:
     axes.grid(alpha=0.3, axis="y")
     axes.legend()
     save(plt, figure, path)
+
+
+def draw_frequency(path: str | Path, rows: list) -> None:
+    """By classes of tokens: the perplexity of each model's targets, and, where there are several models, how far its
+    part of the loss is from the first one's, with 95% intervals.
+
+    Args:
+        rows: of :func:`mixtape_plugin.analysis.frequency.by_frequency`, without those of all tokens.
+    """
+    plt = pyplot()
+    models, ranks = (list(dict.fromkeys(row[key] for row in rows)) for key in ("training", "rank"))
+    panels = min(len(models), 2)
+    figure, axes = plt.subplots(1, panels, figsize=(6 * panels, 4.4), constrained_layout=True, squeeze=False)
+    left, right = axes[0, 0], axes[0, -1]
+    for number, model in enumerate(models):
+        mine = [row for row in rows if row["training"] == model]
+        (line,) = left.plot(ranks, [row["perplexity"] for row in mine], "o-", markersize=4, label=model)
+        if number:
+            at = np.arange(len(ranks)) + (number - len(models) / 2) * 0.5 / len(models)
+            gap, interval = ([row[key] for row in mine] for key in ("difference", "interval"))
+            right.errorbar(at, gap, interval, fmt="o", markersize=4, capsize=2, color=line.get_color(), label=model)
+    left.set(yscale="log", ylabel="perplexity of these targets", title="by rank of the target in the training text")
+    if panels == 2:
+        right.axhline(0, color="k", linewidth=0.8)
+        right.set(ylabel="nats a token of the text", title=f"part of the loss, from {models[0]}'s (negative: better)")
+        right.set_xticks(range(len(ranks)), ranks)
+    for panel in axes.flat:
+        panel.tick_params(axis="x", rotation=30)
+        panel.grid(alpha=0.3, axis="y")
+    left.legend()
+    save(plt, figure, path)

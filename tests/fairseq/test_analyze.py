@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -213,6 +214,47 @@ def test_hit_rates_alone(trained_language_models, tmp_path, capsys):
     analyze.main(["predictions", data, str(folder), "--out", str(tmp_path), "--cpu"])
     assert [path.name for path in tmp_path.iterdir()] == ["hits.csv"]
     assert cells(capsys.readouterr().out.splitlines()[0]) == ["training", "perplexity", "top-1 %", "top-5 %"]
+
+
+# ---------------------------------------------------------------------------------------------------------- frequency
+
+
+def test_frequency_of_language_models(trained_language_models, tmp_path, capsys):
+    """Classes by the counts of the words in the training text itself; no folder is written to."""
+    data, folders = trained_language_models
+    before = [sorted(folder.iterdir()) for folder in folders]
+    analyze.main(["frequency", data, *map(str, folders), "--out", str(tmp_path), "--cpu"])
+    assert [sorted(folder.iterdir()) for folder in folders] == before
+    assert (tmp_path / "frequency.png").read_bytes().startswith(b"\x89PNG")
+    rows = read_csv(tmp_path / "frequency.csv")
+    losses = {}
+    for folder in folders:
+        log_probs, tokens, trained = log_probs_of(data, folder)
+        losses[folder.name] = -log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    read = trained.read("train")
+    counts = Counter(read.dictionary[token] for token in read.targets)
+    frequent = {word for word, _ in counts.most_common() if word not in ("</s>", "<unk>")}
+    frequent = set(sorted(frequent, key=lambda word: (-counts[word], read.dictionary.index(word)))[:10])
+    words = [read.dictionary[token] for token in tokens]
+    for rank, here in {
+        "special": [word in ("</s>", "<unk>") for word in words], "1–10": [word in frequent for word in words],
+        "all": [True] * len(words),
+    }.items():  # fmt: skip
+        for row in (row for row in rows if row["rank"] == rank):
+            loss = losses[row["training"]]
+            assert int(row["tokens"]) == sum(here)
+            assert float(row["nats"]) == pytest.approx(loss[here].sum().item() / len(words), rel=1e-5)
+            if row["training"] != "lm.softmax":
+                gap = (loss - losses["lm.softmax"])[here].sum().item() / len(words)
+                assert float(row["difference"]) == pytest.approx(gap, rel=1e-3, abs=1e-6)
+    assert cells(capsys.readouterr().out.splitlines()[-1])[0] == "all"
+
+
+def test_frequency_of_one_model(translation_model, tmp_path):
+    data, folder = translation_model
+    analyze.main(["frequency", str(data), str(folder), "--out", str(tmp_path / "out"), "--cpu"])
+    rows = read_csv(tmp_path / "out" / "frequency.csv")
+    assert {row["difference"] for row in rows} == {""} and (tmp_path / "out" / "frequency.png").exists()
 
 
 # --------------------------------------------------------------------------------------------------------- similarity
