@@ -5,13 +5,12 @@ Shapes: N contexts, V vocabulary.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from mixtape_plugin.analysis.results import table
 from mixtape_plugin.analysis.trained_model import Text
+from mixtape_plugin.evaluation.language_model import Score
 
 COLUMNS = ("rank", "tokens", "training", "perplexity", "nats", "difference", "interval")
 SPECIAL, ALL = "special", "all"  # classes: </s> and <unk>; every token
@@ -29,8 +28,9 @@ def edges(vocab_size: int) -> list[int]:
 def classes(text: Text) -> tuple[list[str], Tensor]:
     """Names of the classes of tokens, and the class of each token of the dictionary, [V].
 
-    A token's rank is its place in the dictionary's counts, of the training text, from 1; of equals the lower id.
-    Special symbols, of which a text has </s> and <unk>, are a class of their own.
+    A token's rank is its place in the dictionary's counts, from 1; of equals the lower id. They are those of the
+    training text, of both its languages where these share a dictionary. Special symbols, of which a text has </s> and
+    <unk>, are a class of their own.
     """
     dictionary = text.dictionary
     counts = torch.tensor(dictionary.count[dictionary.nspecial :])
@@ -66,8 +66,8 @@ def by_frequency(losses: dict, text: Text) -> list[dict]:
             continue
         for number, (model, loss) in enumerate(losses.items()):
             row = {"rank": name, "tokens": tokens, "training": model}
-            row["perplexity"] = math.exp(loss[here].mean().item())
-            row["nats"] = loss[here].sum().item() / n
+            nll = loss[here].sum().item()
+            row["perplexity"], row["nats"] = Score(nll, tokens).perplexity, nll / n
             if number:
                 gap = torch.where(here, loss - first, 0.0)
                 row["difference"] = gap.mean().item()
