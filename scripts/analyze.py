@@ -4,19 +4,21 @@
     python scripts/analyze.py rank data-bin/ptb checkpoints/ptb.*
     python scripts/analyze.py predictions data-bin/ptb checkpoints/ptb.* --paper
     python scripts/analyze.py frequency data-bin/ptb checkpoints/ptb.softmax checkpoints/ptb.mixtape
+    python scripts/analyze.py mixing data-bin/ptb checkpoints/ptb.mos checkpoints/ptb.mixtape
     python scripts/analyze.py similarity data-bin/ptb checkpoints/ptb.* --pairs eval-word-vectors
 
 rank         the rank of log P, contexts by tokens, its effective ranks, its singular values, and the mean divergence
              between the predictions in two contexts
 predictions  the likeliest words of each model at chosen positions, and how often the true one is among them
 frequency    the perplexity of frequent and of rare words, and which of them two models' losses differ in
+mixing       how many components of a mixture count, and how their context vectors lie, for frequent and rare words
 similarity   Spearman's correlation of the embeddings' cosines with people's ratings of word pairs
 
 DATA is what fairseq-preprocess wrote; each DIR a folder of train.sh, of which average.pt is read where evaluate.sh
 made one, else checkpoint_best.pt. A translation model reads the true target up to each word (teacher forcing).
 
-Prints Markdown; writes CSV files and a picture into --out, and, but for frequency, rank.json, predictions.json or
-similarity.json into each DIR, whose figures scripts/collect_results.py shows as columns.
+Prints Markdown; writes CSV files and a picture into --out. rank, predictions and similarity also leave rank.json,
+predictions.json or similarity.json in each DIR, whose figures scripts/collect_results.py shows as columns.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import Iterator, Sequence
 import start
 import torch
 
-from mixtape_plugin.analysis import frequency, pictures, predictions, rank, word_similarity
+from mixtape_plugin.analysis import frequency, mixing, pictures, predictions, rank, word_similarity
 from mixtape_plugin.analysis.divergence import PairwiseDivergence
 from mixtape_plugin.analysis.files import write_csv, write_whole
 from mixtape_plugin.analysis.results import table
@@ -44,6 +46,7 @@ from mixtape_plugin.evaluation.grid_search import make_folder
 from mixtape_plugin.evaluation.language_model import Score
 
 EPSILONS = (1e-3, 1e-4, 1e-5)
+LEAVE_NOTHING = ("frequency", "mixing")  # in the folders
 RESERVE = 2**29  # bytes for the model and what it works with
 
 
@@ -223,6 +226,22 @@ def run_frequency(args: argparse.Namespace) -> None:
     print(frequency.markdown(rows), end="")
 
 
+# ---------------------------------------------------------------------------------------------------- mixing
+
+
+def run_mixing(args: argparse.Namespace) -> None:
+    found, components = {}, {}
+    for name, trained, text in models_of_one_text(args):
+        with progress_bar(name, len(text)) as bar:
+            found[name] = mixing.walk(trained, args.subset, bar.update)
+        components[name] = trained.layer.num_components
+    rows = mixing.by_frequency(found, components, text)
+    write_csv(args.out / "mixing.csv", mixing.COLUMNS, rows)
+    classes = [row for row in rows if row["rank"] != frequency.ALL]
+    pictures.draw_mixing(args.out / "mixing.png", classes, mixing.MEASURES)
+    print(mixing.markdown(rows), end="")
+
+
 # ------------------------------------------------------------------------------------------------ similarity
 
 
@@ -273,10 +292,11 @@ def write_json(path: Path, value: object) -> None:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="rank|predictions|frequency|similarity")
     runs = {
-        "rank": run_rank, "predictions": run_predictions, "frequency": run_frequency, "similarity": run_similarity,
+        "rank": run_rank, "predictions": run_predictions, "frequency": run_frequency, "mixing": run_mixing,
+        "similarity": run_similarity,
     }  # fmt: skip
+    commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(runs))
     for name, function in runs.items():
         command = commands.add_parser(name)
         command.set_defaults(run=function)
@@ -318,7 +338,7 @@ def check(args: argparse.Namespace) -> None:
             check_values(args, {name: (value >= least, f"at least {least}")})
     for folder in args.folders:
         find_checkpoint(folder, args.checkpoint)
-        if args.command != "frequency" and not os.access(folder, os.W_OK):
+        if args.command not in LEAVE_NOTHING and not os.access(folder, os.W_OK):
             raise UserError(f"{folder} cannot be written to, and {args.command}.json belongs there")
     names = [folder.resolve().name for folder in args.folders]
     args.names = {folder: name if names.count(name) == 1 else str(folder) for folder, name in zip(args.folders, names)}

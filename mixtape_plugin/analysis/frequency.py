@@ -42,6 +42,15 @@ def classes(text: Text) -> tuple[list[str], Tensor]:
     return [SPECIAL, *names], torch.cat([of_words.new_zeros(dictionary.nspecial), of_words])
 
 
+def members(text: Text) -> dict[str, Tensor]:
+    """Class -> which targets are of it, [N], for those classes that the text has; the last is all of them."""
+    names, of_token = classes(text)
+    of_target = of_token[text.targets]
+    found = {name: of_target.eq(number) for number, name in enumerate(names)}
+    found[ALL] = torch.ones_like(of_target, dtype=torch.bool)
+    return {name: here for name, here in found.items() if here.any()}
+
+
 def by_frequency(losses: dict, text: Text) -> list[dict]:
     """A row for each class of tokens that the text has, and each model; the last are of all tokens.
 
@@ -54,16 +63,12 @@ def by_frequency(losses: dict, text: Text) -> list[dict]:
         all models but the first, ``difference``, of nats from the first model's, and ``interval``: half of the 95%
         interval of this difference over targets as if they were drawn independently. It knows nothing of other seeds.
     """
-    names, of_token = classes(text)
-    of_target, n = of_token[text.targets], len(text)
+    n = len(text)
     losses = {model: loss.double() for model, loss in losses.items()}
     first = next(iter(losses.values()))
     found = []
-    members = {name: of_target.eq(number) for number, name in enumerate(names)}
-    for name, here in {**members, ALL: torch.ones_like(of_target, dtype=torch.bool)}.items():
+    for name, here in members(text).items():
         tokens = int(here.sum())
-        if not tokens:
-            continue
         for number, (model, loss) in enumerate(losses.items()):
             row = {"rank": name, "tokens": tokens, "training": model}
             nll = loss[here].sum().item()

@@ -152,3 +152,26 @@ def draw_frequency(path: str | Path, rows: list) -> None:
         panel.grid(alpha=0.3, axis="y")
     left.legend()
     save(plt, figure, path)
+
+
+def draw_mixing(path: str | Path, rows: list, measures: dict) -> None:
+    """By classes of tokens, a panel for each measure of how mixtures mix.
+
+    Args:
+        rows: of :func:`mixtape_plugin.analysis.mixing.by_frequency`, without those of all tokens.
+        measures: column -> its title.
+    """
+    plt = pyplot()
+    figure, axes = plt.subplots(2, 2, figsize=(12, 7), constrained_layout=True, sharex=True)
+    for panel, (measure, title) in zip(axes.flat, measures.items()):
+        for model in dict.fromkeys(row["training"] for row in rows):
+            mine = [row for row in rows if row["training"] == model]
+            label = f"{model}, K = {mine[0]['K']}"
+            panel.plot([r["rank"] for r in mine], [r[measure] for r in mine], "o-", markersize=4, label=label)
+        panel.set_title(title, fontsize=10)
+        panel.set_ylabel(measure)
+        panel.tick_params(axis="x", rotation=30)
+        panel.grid(alpha=0.3, axis="y")
+    axes[0, 0].legend()
+    figure.suptitle("by rank of the target in the training text", fontsize=10)
+    save(plt, figure, path)

@@ -111,14 +111,18 @@ class TrainedModel:
             order = batch["id"].argsort()  # fairseq sorts a batch by length
             yield features[order], batch["target"][order]
 
-    def log_probs(self, split: str, batch_size: int | None = None) -> Iterator[tuple]:
-        """:meth:`contexts` in pieces of bounded memory: log P [n, V] in float32 and targets [n]; nats."""
+    def pieces(self, split: str, batch_size: int | None = None) -> Iterator[tuple]:
+        """:meth:`contexts` in pieces for which the output layer takes bounded memory."""
         size = max(SCORES_AT_ONCE // self.layer.scores_per_token, 1)
         for features, targets in self.contexts(split, batch_size):
-            for f, t in zip(features.split(size), targets.split(size)):
-                with torch.no_grad():
-                    log_probs = self.layer.log_probs(f)
-                yield log_probs, t
+            yield from zip(features.split(size), targets.split(size))
+
+    def log_probs(self, split: str, batch_size: int | None = None) -> Iterator[tuple]:
+        """:meth:`pieces` as log P [n, V] in float32 and targets [n]; nats."""
+        for features, targets in self.pieces(split, batch_size):
+            with torch.no_grad():
+                log_probs = self.layer.log_probs(features)
+            yield log_probs, targets
 
     def possible(self, log_probs: Tensor) -> Tensor:
         """log P without the columns of symbols that cannot be predicted; raises UserError where −∞ is left."""

@@ -303,6 +303,15 @@ class MixtureLayer(OutputLayer):
     def has_locked_dropout(self) -> bool:
         return self.training and self.config.locked_context_dropout and self.config.context_dropout > 0
 
+    def priors(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """π_k, of one token x for each context, [..., K], for analyses; in the layers where x matters π_{x,k}.
+
+        Args:
+            features: [..., D]
+            tokens: x, [...]
+        """
+        raise NotImplementedError
+
     def context_vectors(self, features: Tensor) -> Tensor:
         """h_k after dropout, [..., K, E]."""
         contexts = self.scaled(torch.tanh(self.context(features)))

@@ -142,6 +142,14 @@ class Mixtape(MixtureLayer):
             shared = [logit + self.noise * torch.randn_like(logit) for logit in shared]
         return [logit.sigmoid_() for logit in frequent], [logit.sigmoid() for logit in shared]
 
+    def priors(self, features: Tensor, tokens: Tensor) -> Tensor:
+        own = tokens.clamp(max=self.num_frequent - 1).unsqueeze(-1)
+        gates = [
+            torch.where((tokens < self.num_frequent).unsqueeze(-1), frequent.gather(-1, own), shared)
+            for frequent, shared in zip(*self.gates(features))
+        ]
+        return sigmoid_tree(gates, torch.eye(self.num_components).to(features).unbind())
+
     def forward(self, features: Tensor) -> Tensor:
         if self.is_fused_inference:
             leading = features.shape[:-1]

@@ -24,6 +24,9 @@ class MixtureOfContexts(MixtureLayer):
         super().build_parameters()
         self.prior = nn.Linear(self.feature_dim, self.num_components, bias=False)
 
+    def priors(self, features: Tensor, tokens: Tensor) -> Tensor:
+        return torch.softmax(self.prior(features), dim=-1)
+
     @property
     def scores_per_token(self) -> int:
         return self.vocab_size

@@ -29,6 +29,9 @@ class MixtureOfSoftmaxes(MixtureLayer):
         super().build_parameters()
         self.prior = nn.Linear(self.feature_dim, self.num_components, bias=False)
 
+    def priors(self, features: Tensor, tokens: Tensor) -> Tensor:
+        return torch.softmax(self.prior(features), dim=-1)
+
     @property
     def scores_per_token(self) -> int:
         return self.num_components * self.vocab_size

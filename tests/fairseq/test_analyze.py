@@ -257,6 +257,47 @@ def test_frequency_of_one_model(translation_model, tmp_path):
     assert {row["difference"] for row in rows} == {""} and (tmp_path / "out" / "frequency.png").exists()
 
 
+# ------------------------------------------------------------------------------------------------------------- mixing
+
+
+def test_mixing_of_language_models(trained_language_models, tmp_path, capsys):
+    """Means over the text and its classes of what the model's own priors and contexts give; no folder is written to."""
+    data, folders = trained_language_models
+    folders = folders[1:]
+    before = [sorted(folder.iterdir()) for folder in folders]
+    analyze.main(["mixing", data, *map(str, folders), "--out", str(tmp_path), "--cpu"])
+    assert [sorted(folder.iterdir()) for folder in folders] == before
+    assert (tmp_path / "mixing.png").read_bytes().startswith(b"\x89PNG")
+    rows = {(row["rank"], row["training"]): row for row in read_csv(tmp_path / "mixing.csv")}
+    for folder in folders:
+        _, tokens, trained = log_probs_of(data, folder)
+        inputs = torch.cat([tokens.new_tensor([trained.task.target_dictionary.eos()]), tokens[:-1]])
+        with torch.no_grad():
+            features = trained.model(inputs.unsqueeze(0), features_only=True)[0][0]
+            priors = trained.layer.priors(features, tokens)
+        components = [math.exp(-sum(p * math.log(p) for p in prior if p)) for prior in priors.tolist()]
+        ends = tokens.eq(trained.task.target_dictionary.eos()) | tokens.eq(trained.task.target_dictionary.unk())
+        for rank, here in {"all": torch.ones_like(ends), "special": ends}.items():
+            row = rows[rank, folder.name]
+            expected = [value for value, counted in zip(components, here) if counted]
+            assert int(row["tokens"]) == len(expected)
+            assert float(row["components"]) == pytest.approx(sum(expected) / len(expected), rel=1e-4)
+    assert cells(capsys.readouterr().out.splitlines()[0])[:4] == ["rank", "tokens", "training", "K"]
+
+
+def test_mixing_of_a_translation_model(translation_model, tmp_path):
+    data, folder = translation_model
+    analyze.main(["mixing", str(data), str(folder), "--out", str(tmp_path / "out"), "--cpu"])
+    rows = read_csv(tmp_path / "out" / "mixing.csv")
+    assert all(1 <= float(row["components"]) <= int(row["K"]) and 0 < float(row["length"]) <= 1 for row in rows)
+
+
+def test_mixing_of_softmax_is_refused(trained_language_models, tmp_path):
+    data, (softmax, *_) = trained_language_models
+    with pytest.raises(UserError, match="--output-layer softmax, which mixes nothing"):
+        analyze.main(["mixing", data, str(softmax), "--out", str(tmp_path), "--cpu"])
+
+
 # --------------------------------------------------------------------------------------------------------- similarity
 
 
