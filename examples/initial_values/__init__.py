@@ -8,6 +8,7 @@ are trained without a change to the plugin: a package that calls ``mixtape_plugi
 import sys
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[2]))  # where the plugin is not installed
@@ -54,6 +55,27 @@ class MoCIdentity(IdentityContexts, MixtureOfContexts):
     """MoC with such contexts."""
 
 
+class SharedContexts(MixtureLayer):
+    """H_k = H + noise of standard deviation .1/√D, and one bias: each component begins near a MoC-1, for any widths.
+    Components drawn apart point apart, so that their average is short, and has to be made up for in each."""
+
+    def build_parameters(self) -> None:
+        super().build_parameters()
+        components = self.context.weight.data.unflatten(0, (self.num_components, -1))
+        components[1:] = components[0]
+        components.add_(torch.empty_like(components).normal_(std=0.1 * self.feature_dim**-0.5))
+        biases = self.context.bias.data.unflatten(0, (self.num_components, -1))
+        biases[1:] = biases[0]
+
+
+class MixtapeShared(SharedContexts, Mixtape):
+    """Mixtape with such contexts."""
+
+
+class MoCShared(SharedContexts, MixtureOfContexts):
+    """MoC with such contexts."""
+
+
 class SmallGates(Mixtape):
     """v_x with a tenth of its standard deviation: the tokens' gates begin nearly alike."""
 
@@ -75,6 +97,8 @@ for name, layer in {
     "mixtape-xavier": XavierContexts,
     "mixtape-identity": MixtapeIdentity,
     "moc-identity": MoCIdentity,
+    "mixtape-shared": MixtapeShared,
+    "moc-shared": MoCShared,
     "mixtape-small-gates": SmallGates,
     "mixtape-large-gates": LargeGates,
 }.items():

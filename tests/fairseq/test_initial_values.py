@@ -53,6 +53,15 @@ def test_identity(name):
         layer(name, output_embed_dim=48)
 
 
+@pytest.mark.parametrize("name", ["mixtape-shared", "moc-shared"])
+def test_shared(name):
+    ours, other = same_but(name, "context.weight", "context.bias", output_embed_dim=48)
+    first = ours.context.weight[:48]
+    for component, bias in zip(other.context.weight.split(48), other.context.bias.split(48)):
+        assert (component - first).std().item() == pytest.approx(0.1 / D**0.5, rel=0.03)
+        assert torch.equal(bias, ours.context.bias[:48])
+
+
 def test_small_gates():
     ours, other = same_but("mixtape-small-gates", "gate_embedding")
     torch.testing.assert_close(other.gate_embedding, ours.gate_embedding / 10)
