@@ -128,7 +128,11 @@ def explain_resume(path: str, error: Exception) -> None:
     first = _first_error(error)
     if isinstance(first, (AssertionError, AttributeError, LookupError, TypeError, ValueError)):
         reason = " ".join(str(first).split())
-        raise UserError(f"checkpoint {path} does not fit this training ({type(first).__name__}: {reason})") from error
+        groups = "parameter group" in reason  # of torch: their number, or how many parameters one has
+        cure = ": give --plif-lr-scale or --freeze-plif as it was, or --reset-optimizer" if groups else ""
+        raise UserError(
+            f"checkpoint {path} does not fit this training ({type(first).__name__}: {reason}){cure}"
+        ) from error
 
 
 def _first_error(error: Exception) -> Exception | None:

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import traceback
+from numbers import Integral, Real
 
 FULL_TRACEBACK = "MIXTAPE_TRACEBACK"
 # fairseq's own sentences about files, which its users get at the end of a traceback.
@@ -34,6 +35,23 @@ def check_values(options: object, allowed: dict) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value} is not allowed: {what}, and finite")
         if not holds:
             raise UserError(f"--{name.replace('_', '-')} {value} is not allowed: {what}")
+
+
+def check_type(options: object, name: str, kind: type, optional: bool = False) -> None:
+    """Raises UserError where an option's value is not of its type: bool, int, float (or an int) or str.
+
+    Args:
+        options: has the value as an attribute.
+        name: of the option, with underscores.
+        kind: its type.
+        optional: None is allowed, too.
+    """
+    value = getattr(options, name)
+    accepted = {bool: bool, int: Integral, float: Real, str: str}[kind]
+    if isinstance(value, accepted) and (kind is bool or not isinstance(value, bool)) or (optional and value is None):
+        return
+    what = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}[kind]
+    raise UserError(f"--{name.replace('_', '-')} {value!r} is not allowed: {what}")
 
 
 def is_finite(value: object) -> bool:

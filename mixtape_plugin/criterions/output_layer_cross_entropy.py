@@ -58,7 +58,7 @@ class OutputLayerCrossEntropy(FairseqCriterion):
         """The summed loss in nats, the sample size that divides its gradient, and what to log."""
         if not reduce:
             raise ValueError("output_layer_cross_entropy sums over tokens: for one loss a token use cross_entropy")
-        layer = getattr(model.decoder, "output_projection", None)
+        layer = getattr(getattr(model, "decoder", None), "output_projection", None)
         if not isinstance(layer, OutputLayer):
             raise UserError(
                 f"--criterion output_layer_cross_entropy needs a model of this plugin, such as mixtape_transformer, "

@@ -24,6 +24,7 @@ from mixtape_plugin.fairseq_compat.half_precision import (
 )
 from mixtape_plugin.fairseq_compat.parameter_groups import heed_optim_overrides
 from mixtape_plugin.fairseq_compat.training_loop import (
+    average_tied_parameters_once,
     end_training_that_is_finished,
     keep_the_count_of_patience,
     leave_out_dummy_batches,
@@ -55,6 +56,7 @@ def apply() -> None:
     let_amp_use_its_optimizer()
     heed_optim_overrides()
     leave_out_dummy_batches()
+    average_tied_parameters_once()
     let_optimizers_check_the_training()
     prepare_every_process_for_a_checkpoint()
     keep_the_count_of_patience()

@@ -40,6 +40,14 @@ def heed_optim_overrides() -> None:
 
         return set_scaled_lr
 
+    def keeping_scales(load_state_dict):
+        def load_state_dict_and_scale(self, state_dict, optimizer_overrides=None):
+            load_state_dict(self, state_dict, optimizer_overrides)
+            for group in self.param_groups:
+                _scale_again(group, optimizer_overrides or {})
+
+        return load_state_dict_and_scale
+
     def refusing(build_fp32_params):
         def build_fp32_params_or_refuse(cls, args, params, flatten=True):
             params = list(params)
@@ -54,12 +62,24 @@ def heed_optim_overrides() -> None:
 
     replace(optim, "build_optimizer", with_groups)
     replace(FairseqOptimizer, "set_lr", scaled)
+    replace(FairseqOptimizer, "load_state_dict", keeping_scales)
     original = _FP16OptimizerMixin.build_fp32_params
     _FP16OptimizerMixin.build_fp32_params = classmethod(functools.wraps(original)(refusing(original)))
 
 
 def _override(parameter: torch.Tensor, name: str) -> float:
     return getattr(parameter, "optim_overrides", {}).get("optimizer", {}).get(name, 1)
+
+
+def _scale_again(group: dict, optimizer_overrides: dict) -> None:
+    """After a load, which brings the saved groups along, and gives one weight decay to all where it is overridden: the
+    scales that the parameters ask for now. The next ``set_lr`` multiplies the learning rate."""
+    for parameter in group["params"][:1]:  # all of a group ask for the same
+        group["lr_scale"] = _override(parameter, "lr_scale")
+        if "weight_decay" in optimizer_overrides:
+            group["weight_decay"] *= _override(parameter, "weight_decay_scale")
+    if group.get("lr_scale") == 1:
+        del group["lr_scale"]
 
 
 def _split_by_override(optimizer: torch.optim.Optimizer) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from types import SimpleNamespace
 
+import torch
 from fairseq import checkpoint_utils
+from fairseq.models.ema.ema import EMA
 from fairseq.optim import FairseqBMUF
 from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from fairseq.trainer import Trainer
@@ -68,6 +71,29 @@ def let_optimizers_check_the_training() -> None:
         return build_checked_optimizer
 
     replace(Trainer, "_build_optimizer", wrapper)
+
+
+def average_tied_parameters_once() -> None:
+    """Let --store-ema average a parameter of several names, such as a tied embedding, once an update.
+
+    fairseq goes through the names, and multiplies the average by the decay for each of them.
+    """
+
+    def wrapper(step):
+        def step_of_each_tensor(self, new_model, updates=None):
+            averages = self.fp32_params if self.config.ema_fp32 else self.model.state_dict()
+            once, seen = {}, set()
+            for name, value in new_model.state_dict().items():
+                average = averages.get(name)
+                place = average.data_ptr() if torch.is_tensor(average) else name
+                if place not in seen:
+                    once[name] = value
+                    seen.add(place)
+            return step(self, SimpleNamespace(state_dict=lambda: once), updates)
+
+        return step_of_each_tensor
+
+    replace(EMA, "_step_internal", wrapper)
 
 
 def prepare_every_process_for_a_checkpoint() -> None:

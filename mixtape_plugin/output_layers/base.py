@@ -73,7 +73,7 @@ class OutputLayer(nn.Module):
 
     Raises:
         UserError: without a projection, E differs from D; ``--output-impl fused`` where there is no fused loss.
-        ValueError: ``tied_weight`` has other than V rows, or a masked token is no id.
+        ValueError: ``tied_weight`` has other than V rows, or a masked token is no id, or all are masked.
     """
 
     #: Its name in a table.
@@ -118,6 +118,8 @@ class OutputLayer(nn.Module):
             raise ValueError(f"a tied embedding needs {vocab_size} rows, one for each token, not {len(tied_weight)}")
         if not all(0 <= token < vocab_size for token in masked_tokens):
             raise ValueError(f"masked tokens must be ids from 0 to {vocab_size - 1}, not {list(masked_tokens)}")
+        if len(set(masked_tokens)) == vocab_size:
+            raise ValueError(f"all {vocab_size} tokens are masked, and one has to be predicted")
         if tied_weight is None:
             tied_weight = nn.Parameter(torch.empty(vocab_size, self.embed_dim))
             nn.init.normal_(tied_weight, std=self.embed_dim**-0.5)
@@ -214,16 +216,20 @@ class OutputLayer(nn.Module):
         With label smoothing, a fused loss alone can be differentiated, its negative log-likelihood cannot.
 
         Raises:
-            ValueError: there is not one target for each context; ε is outside [0, 1).
+            ValueError: there is not one target for each context; ε is outside [0, 1), or not 0 where there is but one
+                token to predict.
         """
+        predictable = self.vocab_size - len(set(self.masked_tokens))
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"label_smoothing {label_smoothing} is not allowed: from 0 to less than 1")
+        if label_smoothing and predictable == 1:
+            raise ValueError(f"label_smoothing {label_smoothing} is not allowed: 0, with one token to predict")
         if features.shape[:-1] != target.shape:
             raise ValueError(f"features {list(features.shape)} need one target each, not {list(target.shape)}")
         impl = self.config.output_impl
         if impl == "eager" or (impl == "auto" and not self.has_fused_loss()):
             return self.eager_loss(features, target, label_smoothing, ignore_index)
-        smoothing = Smoothing.over(self.vocab_size - len(set(self.masked_tokens)), label_smoothing)
+        smoothing = Smoothing.over(predictable, label_smoothing)
         leading, counted = target.shape, target.flatten().ne(ignore_index)
         index = None if counted.all() else counted.nonzero().squeeze(1)  # asked of the GPU once for all
         target = rows(target, leading, index)

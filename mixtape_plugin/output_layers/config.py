@@ -1,9 +1,9 @@
 """The options of every output layer."""
 
-from dataclasses import dataclass, field
-from typing import Optional
+from dataclasses import dataclass, field, fields
+from typing import Optional, get_args
 
-from mixtape_plugin.errors import check_values
+from mixtape_plugin.errors import check_type, check_values
 
 OUTPUT_IMPLS = ("auto", "eager", "fused")
 
@@ -66,7 +66,11 @@ class OutputLayerConfig:
         return cls(**{name: getattr(args, name) for name in cls.__dataclass_fields__ if hasattr(args, name)})
 
     def check(self) -> None:
-        """Raises UserError for the first option whose value is not allowed, whatever the layer."""
+        """Raises UserError for the first option whose value is not allowed, whatever the layer; or of another type,
+        which comes from Python alone."""
+        for option in fields(self):
+            kind = (set(get_args(option.type)) or {option.type}) - {type(None)}
+            check_type(self, option.name, kind.pop(), optional=option.default is None)
         allowed = {
             "num_components": (self.num_components >= 1, "at least 1"),
             "output_embed_dim": (self.output_embed_dim is None or self.output_embed_dim >= 1, "at least 1"),

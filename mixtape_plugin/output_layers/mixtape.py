@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.kernels.common import Smoothing
 from mixtape_plugin.kernels.mixtape import mixtape_loss, mixtape_scores
+from mixtape_plugin.kernels.precision import at_least_float32
 from mixtape_plugin.kernels.sigmoid_tree import nodes_bottom_up
 from mixtape_plugin.output_layers.base import MixtureLayer, rows
 from mixtape_plugin.output_layers.config import OutputLayerConfig
@@ -123,7 +124,8 @@ class Mixtape(MixtureLayer):
         """tanh(U_k g) after dropout, [..., K−1, d2]."""
         weight = self.gate_hidden.weight
         if self.config.gate_weight_norm:
-            weight = F.normalize(weight, dim=1)
+            # In float16 the norm of a small row, and what F.normalize divides by at least, are 0.
+            weight = F.normalize(weight.to(at_least_float32(weight.dtype)), dim=1).to(weight.dtype)
         hidden = torch.tanh(F.linear(features, weight, self.gate_hidden.bias))
         hidden = F.dropout(hidden, self.config.gate_dropout, self.training)
         return hidden.unflatten(-1, (self.num_gates, self.config.gate_dim))
@@ -148,7 +150,7 @@ class Mixtape(MixtureLayer):
             torch.where((tokens < self.num_frequent).unsqueeze(-1), frequent.gather(-1, own), shared)
             for frequent, shared in zip(*self.gates(features))
         ]
-        return sigmoid_tree(gates, torch.eye(self.num_components).to(features).unbind())
+        return sigmoid_tree(gates, torch.eye(self.num_components).to(gates[0]).unbind())
 
     def forward(self, features: Tensor) -> Tensor:
         if self.is_fused_inference:

@@ -7,10 +7,13 @@ import pytest
 import torch
 from conftest import run, train_args
 from fairseq import optim
+from fairseq.dataclass.configs import EMAConfig
+from fairseq.models.ema.ema import EMA
 from fairseq.optim.fp16_optimizer import FP16Optimizer
 from omegaconf import OmegaConf
 from test_bptt_language_modeling import lm_args, text  # noqa: F401
 
+from mixtape_plugin.damaged_files import explain_resume
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.optim.nt_asgd import NTASGD
 from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer
@@ -251,6 +254,59 @@ def test_slopes_have_a_learning_rate_of_their_own_by_hand():
             torch.testing.assert_close(value, expected[name])
         assert averaging.use_average()
         torch.testing.assert_close(model.slopes_raw.detach(), (raw[1] + raw[2]) / 2)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resume_takes_the_scales_of_its_own_options(name):
+    """A saved optimizer brings its groups along: what a parameter asks for now counts, not what it asked for then."""
+    saved = build_scaled(name, build_plif(context_scale=2.0))
+    layer = build_plif(context_scale=2.0)
+    layer.slopes_raw.optim_overrides = {"optimizer": {"lr_scale": 0.5}}
+    resumed = build_scaled(name, layer)
+    resumed.load_state_dict(saved.state_dict(), {"weight_decay": 0.3})
+    resumed.set_lr(0.2)
+    rates = {p: group["lr"] for group in resumed.param_groups for p in group["params"]}
+    decays = {p: group["weight_decay"] for group in resumed.param_groups for p in group["params"]}
+    for parameter_name, parameter in layer.named_parameters():
+        assert rates[parameter] == (0.1 if parameter_name == "slopes_raw" else 0.2)
+        assert decays[parameter] == (0 if parameter_name == "context_scale" else 0.3)
+
+
+def test_a_resume_with_other_groups_names_the_options():
+    saved = build_scaled("sgd", build_plif())
+    plain = build_plif()
+    del plain.slopes_raw.optim_overrides
+    with pytest.raises(ValueError) as error:
+        build_scaled("sgd", plain).load_state_dict(saved.state_dict())
+    with pytest.raises(UserError, match="--plif-lr-scale or --freeze-plif .* --reset-optimizer"):
+        explain_resume("last.pt", error.value)
+
+
+# ------------------------------------------------------------------------------------- an exponential moving average
+
+
+@pytest.mark.parametrize("dtype, fp32", [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)])
+def test_a_tied_parameter_is_averaged_once(dtype, fp32, tmp_path):
+    """Under all its names, also where float32 copies of the average are kept and saved."""
+    model = torch.nn.Module()
+    model.first, model.own = torch.nn.Linear(2, 3, bias=False), torch.nn.Linear(3, 2, bias=False)
+    model.second = model.first
+    model.third = torch.nn.Linear(2, 3, bias=False)
+    model.third.weight = model.first.weight
+    model.to(dtype)
+    for parameter in model.parameters():
+        torch.nn.init.ones_(parameter)
+    ema = EMA(model, EMAConfig(ema_decay=0.75, ema_fp32=fp32))
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 2.0)
+    for expected in 1.25, 1.4375:
+        ema.step(model)
+        for state in ema.get_model().state_dict(), ema.fp32_params:
+            for name, value in state.items():
+                assert value.unique().tolist() == [expected], name
+
+
+# ------------------------------------------------------------------------------------- copies
 
 
 def test_copies_in_float32_keep_the_learning_rate_and_flat_ones_are_refused():

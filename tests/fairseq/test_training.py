@@ -148,6 +148,12 @@ def test_criterion_of_a_model_without_an_output_layer(data, tmp_path):
         run("train", data, "--save-dir", tmp_path, "--num-workers", 0, *small.split(), *training.split())
 
 
+def test_criterion_of_a_model_without_a_decoder():
+    criterion = OutputLayerCrossEntropy(object(), sentence_avg=False)
+    with pytest.raises(UserError, match="needs a model of this plugin.* not Linear"):
+        criterion(torch.nn.Linear(1, 1), {})
+
+
 # ------------------------------------------------------------------------------------------ kill and resume
 
 KILLED_BEFORE_UPDATE_6 = """

@@ -36,6 +36,15 @@ def test_several_components_in_pairs():
     torch.testing.assert_close(found["length"], contexts.mean(1).norm(dim=-1) / contexts.norm(dim=-1).mean(-1))
 
 
+def test_priors_under_autocast():
+    for name in "mos", "moc", "mixtape":
+        layer = make(name).float()
+        features, tokens = torch.randn(4, 6), torch.tensor([0, 3, 8, 9])
+        with torch.autocast("cpu", torch.bfloat16):
+            priors = layer.priors(features, tokens)
+        torch.testing.assert_close(priors.float(), layer.priors(features, tokens), rtol=0, atol=0.02)
+
+
 def make(name, **options):
     config = OutputLayerConfig(output_layer=name, **options)
     return output_layer_class(name)(config, 6, 10).double().eval()

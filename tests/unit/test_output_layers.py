@@ -371,9 +371,27 @@ def test_gate_weight_norm_ignores_the_length_of_rows():
     torch.testing.assert_close(layer(features), before)
 
 
+def test_gate_weight_norm_of_tiny_rows_in_half_precision():
+    layer = build("mixtape", gate_weight_norm=True).eval()
+    features = torch.randn(N, D)
+    with torch.no_grad():
+        layer.gate_hidden.weight.mul_(1e-8)
+    expected = layer.log_probs(features.double())
+    log_probs = copy.deepcopy(layer).bfloat16().log_probs(features.bfloat16())
+    torch.testing.assert_close(log_probs.double(), expected, rtol=0, atol=0.2)
+    assert copy.deepcopy(layer).half().log_probs(features.half()).isfinite().all()  # rows are 0
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
+        ({"num_components": 2.5}, "--num-components 2.5 is not allowed: a whole number"),
+        ({"num_components": "4"}, "--num-components '4' is not allowed: a whole number"),
+        ({"output_embed_dim": 8.0}, "--output-embed-dim 8.0 is not allowed: a whole number"),
+        ({"gate_noise": None}, "--gate-noise None is not allowed: a number"),
+        ({"gate_noise": True}, "--gate-noise True is not allowed: a number"),
+        ({"locked_context_dropout": "no"}, "--locked-context-dropout 'no' is not allowed: True or False"),
+        ({"output_impl": 1}, "--output-impl 1 is not allowed: a string"),
         ({"output_layer": "maxout"}, "--output-layer maxout .*softmax or mos or moc or mixtape"),
         ({"output_layer": "mos", "num_components": 0}, "--num-components 0 .*at least 1"),
         ({"context_scale": -1.0}, "--context-scale -1.0 .*more than 0, or 0"),
@@ -407,6 +425,16 @@ def test_tied_rows_and_masked_ids_are_checked():
     for token in -1, V:
         with pytest.raises(ValueError, match=f"ids from 0 to {V - 1}, not .*{token}"):
             build_output_layer(OutputLayerConfig(output_layer="softmax"), D, V, masked_tokens=[3, token])
+
+
+def test_one_token_to_predict():
+    with pytest.raises(ValueError, match="all 2 tokens are masked"):
+        build_output_layer(OutputLayerConfig(output_layer="softmax"), D, 2, masked_tokens=[1, 0])
+    layer = build_output_layer(OutputLayerConfig(output_layer="softmax"), D, 2, masked_tokens=[0])
+    features, target = torch.randn(N, D), torch.ones(N, dtype=torch.long)
+    assert layer.loss(features, target)[0].item() == pytest.approx(0, abs=1e-5)
+    with pytest.raises(ValueError, match="label_smoothing 0.1 is not allowed: 0, with one token to predict"):
+        layer.loss(features, target, label_smoothing=0.1)
 
 
 @pytest.mark.parametrize("impl", ["eager", "auto"])
