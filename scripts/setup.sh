@@ -4,6 +4,11 @@
 #   MIXTAPE_VENV=DIR       another place than .venv; a relative one is relative to the repository
 #   MIXTAPE_CUDA=1         accept a torch with CUDA (gigabytes) on a machine without an NVIDIA GPU
 set -euo pipefail
+case ${1-} in
+    "") ;;
+    -h | --help) sed -n '2,5s/^# //p' "${BASH_SOURCE[0]}"; exit ;;
+    *) echo "setup.sh: unknown option $1; see setup.sh --help" >&2; exit 1 ;;
+esac
 unset CDPATH # with it cd may go elsewhere, and print where
 case ${PYTHON-} in /*) ;; */*) PYTHON=$PWD/$PYTHON ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Set up, lint, and run the whole test suite; arguments go to pytest:  scripts/test.sh -k mixtape -x
 set -euo pipefail
+case ${1-} in -h | --help) sed -n '2s/^# //p' "${BASH_SOURCE[0]}"; exit ;; esac
 unset CDPATH # with it cd may go elsewhere, and print where
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

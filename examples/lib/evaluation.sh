@@ -119,6 +119,7 @@ tune_lenpen() {
 evaluate_translation() {
   local flags=(--max-tokens "${max_tokens:-4096}" ${cpu:+--cpu})
   no_more "${extra[@]+"${extra[@]}"}"
+  case $save in *:*) die "$save has a colon, at which fairseq-generate takes paths apart: rename it" ;; esac
   positive --max-tokens "${max_tokens:-4096}"
   find_references "$1"
   local number='(0|[1-9][0-9]*)(\.[0-9]+)?'

@@ -19,6 +19,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -326,6 +327,9 @@ def plan(recipe: argparse.Namespace, arguments: Sequence[str]) -> Variables:
     if not options["print"] and not any(Path(data).glob(recipe.dictionary)):
         raise ValueError(f"--data {data} holds no binarized data; run prepare.sh first")
 
+    if ":" in save:
+        raise ValueError(f"--save {save} has a colon, at which fairseq-generate takes paths apart: choose another one")
+
     variables = {**options, "layer": name, "layer_flags": layer.flags, "data": data, "save": save, "seed": seed}
     variables.update({"precision": [], "extra": extra})
     options["cpu"] = bool(options.get("smoke")) or "--cpu" in extra
@@ -370,6 +374,7 @@ def format_command(command: Sequence[str], width: int = 110) -> str:
 
 
 def main() -> None:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # train.sh --print | head
     if sys.argv[1:2] == ["print"]:
         print(format_command(sys.argv[2:]))
         return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from mixtape_plugin.fairseq_compat.checkpoints import (
     broadcast_plain_options,
+    copy_checkpoints_whole,
     explain_checkpoints_that_do_not_fit,
     load_checkpoints_safely,
 )
@@ -48,6 +49,7 @@ def apply() -> None:
     load_checkpoints_safely()
     explain_checkpoints_that_do_not_fit()
     broadcast_plain_options()
+    copy_checkpoints_whole()
     refuse_broken_data()
     refuse_blocks_that_would_be_skipped()
     train_bf16_without_xla()

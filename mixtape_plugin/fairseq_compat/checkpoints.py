@@ -1,14 +1,17 @@
-"""Loading checkpoints: none may run code, and one that is refused is named with the reason."""
+"""Checkpoints: none may run code, one that is refused is named with the reason, and a copy is whole."""
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import re
+import shutil
 
 import torch
 from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
+from fairseq.file_io import PathManager
 from fairseq.trainer import Trainer
 from omegaconf import OmegaConf
 
@@ -95,6 +98,36 @@ def explain_checkpoints_that_do_not_fit() -> None:
 
     replace(Trainer, "load_checkpoint", resume)
     replace(checkpoint_utils, "load_model_ensemble_and_task", evaluate)
+
+
+def copy_checkpoints_whole() -> None:
+    """Let a copy of a checkpoint appear whole or not at all.
+
+    fairseq writes an epoch's first checkpoint beside its place and renames it, but copies it over the best and the last
+    one before: an interruption, or a full disk, leaves these cut off, and nothing for a resume.
+    """
+
+    def wrapper(copy):
+        def copy_whole(src_path, dst_path, overwrite=False):
+            if "://" in str(dst_path):  # not on this machine's disks
+                return copy(src_path, dst_path, overwrite)
+            part = f"{dst_path}.tmp"
+            try:
+                shutil.copyfile(src_path, part)
+                os.replace(part, dst_path)
+            except OSError as error:
+                raise UserError(
+                    f"{dst_path} is not written ({error.strerror}): what was there before is as it was"
+                ) from error
+            finally:
+                if os.path.exists(part):
+                    os.remove(part)
+            return True
+
+        return copy_whole
+
+    copy = functools.wraps(PathManager.copy)(wrapper(PathManager.copy))
+    PathManager.copy = staticmethod(copy)
 
 
 def broadcast_plain_options() -> None:

@@ -5,11 +5,14 @@ import io
 import os
 import pickle
 import random
+import shutil
+import signal
 import subprocess
 import sys
 import traceback
 import types
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ import torch
 from fairseq import checkpoint_utils, options
 from fairseq.data import Dictionary, TokenBlockDataset, data_utils, indexed_dataset, language_pair_dataset
 from fairseq.distributed import utils as distributed_utils
+from fairseq.file_io import PathManager
 from fairseq_cli import generate, preprocess
 from fairseq_cli import train as fairseq_train
 from omegaconf import OmegaConf
@@ -229,6 +233,50 @@ def test_plain_arrays_survive_a_checkpoint(tmp_path, dtype):
         for result in loaded, again:
             np.testing.assert_array_equal(result, saved)
             assert result.dtype == saved.dtype.newbyteorder("=")
+
+
+@pytest.mark.parametrize("interruption", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_copy_of_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch, interruption):
+    """fairseq's checkpoint_best.pt and checkpoint_last.pt, whatever happens in the middle of copying."""
+    new, last = tmp_path / "checkpoint2.pt", tmp_path / "checkpoint_last.pt"
+    new.write_bytes(b"new" * 1000)
+    last.write_bytes(b"old" * 1000)
+
+    def half(src, dst, *args, **kwargs):
+        Path(dst).write_bytes(Path(src).read_bytes()[:700])
+        raise interruption
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", half)
+        expected = UserError if isinstance(interruption, OSError) else KeyboardInterrupt
+        with pytest.raises(expected, match="checkpoint_last.pt .*No space left" if expected is UserError else None):
+            PathManager.copy(str(new), str(last), overwrite=True)
+    assert last.read_bytes() == b"old" * 1000 and sorted(tmp_path.iterdir()) == [new, last]
+    assert PathManager.copy(str(new), str(last), overwrite=True)
+    assert last.read_bytes() == b"new" * 1000 and sorted(tmp_path.iterdir()) == [new, last]
+
+
+def test_a_checkpoint_killed_while_it_is_copied(tmp_path):
+    """What a SIGKILL leaves: the one before."""
+    code = """
+import os, shutil, signal, sys
+import mixtape_plugin
+mixtape_plugin.register()
+from fairseq.file_io import PathManager
+
+def half(src, dst, *args, **kwargs):
+    open(dst, "wb").write(b"new")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+shutil.copyfile = half
+PathManager.copy("new.pt", "checkpoint_last.pt", overwrite=True)
+"""
+    (tmp_path / "new.pt").write_bytes(b"new" * 1000)
+    (tmp_path / "checkpoint_last.pt").write_bytes(b"old" * 1000)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert (tmp_path / "checkpoint_last.pt").read_bytes() == b"old" * 1000
 
 
 @by_allow_list

@@ -269,6 +269,9 @@ def test_train_and_evaluate_refuse_mistakes(tmp_path):
     assert mistake("evaluate.sh", tmp_path / "save") == f"evaluate.sh: {tmp_path}/save is no folder"
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "raw.test.de").write_text("ein Hund\n")
+    (tmp_path / "12:30").mkdir()
+    message = f"evaluate.sh: {tmp_path}/12:30 has a colon, at which fairseq-generate takes paths apart: rename it"
+    assert mistake("evaluate.sh", tmp_path / "12:30", "--data", tmp_path) == message
     message = "evaluate.sh: --tune-lenpen is '1,2', allowed are numbers, 0 or more, such as '1 1.5 2'"
     assert mistake("evaluate.sh", tmp_path, "--data", tmp_path, "--tune-lenpen", "1,2") == message
     brackets = tmp_path / "data[1]"  # a pattern of the shell that matches another name

@@ -2,7 +2,9 @@
 
 import argparse
 import random
+import signal
 import subprocess
+import sys
 import types
 
 import pytest
@@ -55,6 +57,8 @@ def test_the_plan_of_a_layer(tmp_path):
     with pytest.raises(ValueError, match="--data nowhere holds no binarized data; run prepare.sh first"):
         plan_training.plan(recipe(), ["mos", "--data", "nowhere"])
     assert plan_training.plan(recipe(), ["mos", "--data", "nowhere", "--print"])["data"] == "nowhere"
+    with pytest.raises(ValueError, match="--save runs/12:30 has a colon, .*: choose another one"):
+        plan_training.plan(recipe(), ["mos", "--data", str(tmp_path), "--save", "runs/12:30"])
     for given in ["--save-dir", "x"], ["--save-dir=x"]:
         with pytest.raises(ValueError, match="^--save-dir is not allowed, .*: give --save$"):
             plan_training.plan(recipe(), ["mos", "--data", str(tmp_path), *given])
@@ -210,3 +214,13 @@ def test_a_printed_command_can_be_pasted():
     done = subprocess.run(["bash", "-c", text], stdout=subprocess.PIPE, check=True)
     assert done.stdout.decode().split("\0")[:-1] == command[2:]
     assert max(map(len, text.splitlines())) < 120
+
+
+def test_a_reader_that_has_enough():
+    code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    words = [f"--flag{n} value" for n in range(20_000)]
+    command = [sys.executable, "-c", code, plan_training.__file__, "print", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == -signal.SIGPIPE

@@ -154,6 +154,22 @@ def test_the_shells_search_path_for_folders_does_not_matter(script, tmp_path):
     )
 
 
+@pytest.mark.parametrize("script", ["setup.sh", "test.sh"])
+def test_help_sets_nothing_up(script, tmp_path):
+    environment = {**tools(), "MIXTAPE_VENV": str(tmp_path / "venv")}
+    done = subprocess.run([SCRIPTS / script, "--help"], env=environment, capture_output=True, text=True, timeout=20)
+    first = (SCRIPTS / script).read_text().splitlines()[1].removeprefix("# ")
+    assert (done.returncode, done.stdout.splitlines()[0], done.stderr) == (0, first, "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_setup_takes_no_argument(tmp_path):
+    environment = {**tools(), "MIXTAPE_VENV": str(tmp_path / "venv")}
+    done = subprocess.run([SCRIPTS / "setup.sh", "--cuda"], env=environment, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1 and done.stderr == "setup.sh: unknown option --cuda; see setup.sh --help\n"
+    assert not list(tmp_path.iterdir())
+
+
 def test_setup_takes_a_python_from_where_it_is_typed(tmp_path):
     (tmp_path / "python").write_text("#!/bin/sh\necho 2.7 is too old; exit 1\n")
     (tmp_path / "python").chmod(0o755)

@@ -57,3 +57,11 @@ def test_from_anywhere_beside_another_installed_copy(name, tmp_path):
     assert result.returncode == 1
     assert result.stderr.startswith(f"error: {sentence}") and result.stderr.count("\n") == 1
     assert os.listdir(tmp_path) == ["mixtape_plugin"]
+
+
+@pytest.mark.slow
+def test_help_on_a_terminal_that_lacks_the_letters():
+    env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    command = [sys.executable, ROOT / "scripts" / "dynamic_evaluation.py", "--help"]
+    done = subprocess.run(list(map(str, command)), env=env, capture_output=True)
+    assert done.returncode == 0 and b"\\u03b7" in done.stdout, done.stderr
