@@ -89,7 +89,13 @@ def average_tied_parameters_once() -> None:
                 if place not in seen:
                     once[name] = value
                     seen.add(place)
-            return step(self, SimpleNamespace(state_dict=lambda: once), updates)
+            # The averages are in place by now; modules load all of their names, or refuse.
+            restore = self.restore
+            self.restore = lambda state, **options: restore({**self.model.state_dict(), **state}, **options)
+            try:
+                return step(self, SimpleNamespace(state_dict=lambda: once), updates)
+            finally:
+                del self.restore
 
         return step_of_each_tensor
 
