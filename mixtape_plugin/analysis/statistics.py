@@ -72,15 +72,25 @@ def flags(command: str) -> list:
     return found
 
 
+def plain_number(word: str) -> str:
+    """A number as Python prints it, other words as they are."""
+    try:
+        return str(float(word))
+    except ValueError:
+        return word
+
+
 def groups(rows: Sequence[dict]) -> list:
-    """The trainings by command, in whatever order its flags are; one whose command is unknown is a group of its own."""
+    """The trainings by command, in whatever order its flags are, .1 being 0.1; one whose command is unknown is a group
+    of its own."""
     found = {}
     for row in rows:
         key = command = row["folder"]
         if row["command"] != UNKNOWN:
             command = shlex.join(without_seed(row["command"]))
             # of a flag that is given twice the last counts: these stay in their order
-            key = (*words_of(command)[:2], *sorted(flags(command), key=lambda flag: flag.split(" ")[0]))
+            ordered = sorted(flags(command), key=lambda flag: flag.split(" ")[0])
+            key = (*words_of(command)[:2], *(" ".join(map(plain_number, flag.split(" "))) for flag in ordered))
         layer = row["layer"] or row["training"]
         found.setdefault(key, Group(layer, layer, command, [])).rows.append(row)
     found = list(found.values())

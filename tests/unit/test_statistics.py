@@ -87,7 +87,7 @@ def test_groups_are_of_equal_commands_but_for_seed_and_save():
 def test_the_order_of_flags_makes_no_group_unless_one_is_given_twice():
     commands = [
         "train.sh softmax --lr 20 --small --dropout 0.1",
-        "train.sh softmax --dropout=0.1 --lr 20 --small",
+        "train.sh softmax --dropout=.1 --lr 2e1 --small",
         "train.sh softmax --lr 20 --lr 10",
         "train.sh softmax --lr 10 --lr 20",
     ]
