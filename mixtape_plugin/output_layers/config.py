@@ -69,8 +69,8 @@ class OutputLayerConfig:
         """Raises UserError for the first option whose value is not allowed, whatever the layer; or of another type,
         which comes from Python alone."""
         for option in fields(self):
-            kind = (set(get_args(option.type)) or {option.type}) - {type(None)}
-            check_type(self, option.name, kind.pop(), optional=option.default is None)
+            optional = option.default is None
+            check_type(self, option.name, get_args(option.type)[0] if optional else option.type, optional)
         allowed = {
             "num_components": (self.num_components >= 1, "at least 1"),
             "output_embed_dim": (self.output_embed_dim is None or self.output_embed_dim >= 1, "at least 1"),

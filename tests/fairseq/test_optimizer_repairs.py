@@ -286,7 +286,7 @@ def test_a_resume_with_other_groups_names_the_options():
 
 
 @pytest.mark.parametrize("dtype, fp32", [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)])
-def test_a_tied_parameter_is_averaged_once(dtype, fp32, tmp_path):
+def test_a_tied_parameter_is_averaged_once(dtype, fp32):
     """Under all its names, also where float32 copies of the average are kept and saved."""
     model = torch.nn.Module()
     model.first, model.own = torch.nn.Linear(2, 3, bias=False), torch.nn.Linear(3, 2, bias=False)

@@ -9,6 +9,11 @@ from mixtape_plugin.analysis.mixing import measure
 from mixtape_plugin.output_layers import OutputLayerConfig, output_layer_class
 
 
+def make(name, **options):
+    config = OutputLayerConfig(output_layer=name, **options)
+    return output_layer_class(name)(config, 6, 10).double().eval()
+
+
 def test_measures():
     priors = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.25, 0.75]])
     contexts = torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[3.0, 0.0], [-1.0, 0.0]], [[2.0, 2.0], [2.0, 2.0]]])
@@ -43,11 +48,6 @@ def test_priors_under_autocast():
         with torch.autocast("cpu", torch.bfloat16):
             priors = layer.priors(features, tokens)
         torch.testing.assert_close(priors.float(), layer.priors(features, tokens), rtol=0, atol=0.02)
-
-
-def make(name, **options):
-    config = OutputLayerConfig(output_layer=name, **options)
-    return output_layer_class(name)(config, 6, 10).double().eval()
 
 
 @pytest.mark.parametrize("name", ["mos", "moc"])
