@@ -36,7 +36,6 @@ import torch
 
 from mixtape_plugin.analysis import frequency, mixing, pictures, predictions, rank, word_similarity
 from mixtape_plugin.analysis.divergence import PairwiseDivergence
-from mixtape_plugin.analysis.files import write_csv, write_whole
 from mixtape_plugin.analysis.results import table
 from mixtape_plugin.analysis.trained_model import Text, find_checkpoint, load
 from mixtape_plugin.benchmarks.measuring import available_memory
@@ -44,6 +43,7 @@ from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.evaluation.command_line import device, progress_bar
 from mixtape_plugin.evaluation.grid_search import make_folder
 from mixtape_plugin.evaluation.language_model import Score
+from mixtape_plugin.files import write_csv, write_whole
 
 EPSILONS = (1e-3, 1e-4, 1e-5)
 LEAVE_NOTHING = ("frequency", "mixing")  # in the folders

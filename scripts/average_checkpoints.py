@@ -21,8 +21,8 @@ from fairseq import checkpoint_utils
 from omegaconf import OmegaConf
 
 import mixtape_plugin
-from mixtape_plugin.analysis.files import write_whole
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.files import write_whole
 
 PATTERNS = {"epochs": re.compile(r"checkpoint(\d+)\.pt"), "updates": re.compile(r"checkpoint_\d+_(\d+)\.pt")}
 

@@ -31,7 +31,6 @@ from typing import Sequence
 import start
 from tqdm import tqdm
 
-from mixtape_plugin.analysis.files import write_whole
 from mixtape_plugin.benchmarks.command_line import (
     add_common_options,
     at_least,
@@ -48,6 +47,7 @@ from mixtape_plugin.benchmarks.network_benchmark import COLUMNS, benchmark_netwo
 from mixtape_plugin.benchmarks.network_workloads import SHAPES, SIZES, TextShape
 from mixtape_plugin.benchmarks.workloads import BASELINE, check_layer, layer_options, variants
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.files import write_whole
 from mixtape_plugin.models.awd_lstm_lm import parse_hidden_sizes
 from mixtape_plugin.output_layers import OUTPUT_IMPLS
 

@@ -31,7 +31,6 @@ from typing import Sequence
 import start
 from tqdm import tqdm
 
-from mixtape_plugin.analysis.files import write_whole
 from mixtape_plugin.benchmarks.command_line import (
     add_common_options,
     at_least,
@@ -61,6 +60,7 @@ from mixtape_plugin.benchmarks.workloads import (
     variants,
 )
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.files import write_whole
 from mixtape_plugin.output_layers import OUTPUT_IMPLS
 
 

@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 from mixtape_plugin.analysis import pictures
 from mixtape_plugin.analysis.bottleneck import LAYERS, MAP_SCORES, Fit, fit, random_conditional
-from mixtape_plugin.analysis.files import write_csv
 from mixtape_plugin.analysis.rank import log_prob_rank, singular_values
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.files import write_csv
 
 CONCENTRATION = 0.05
 MAX_CELLS = 2**22

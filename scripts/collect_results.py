@@ -50,7 +50,6 @@ from typing import Sequence
 
 import start
 
-from mixtape_plugin.analysis.files import read_lines, write_csv, write_whole
 from mixtape_plugin.analysis.result_pictures import draw_correlation, draw_curves, draw_differences, draw_lines
 from mixtape_plugin.analysis.results import (
     NOT_RUN,
@@ -75,6 +74,7 @@ from mixtape_plugin.analysis.statistics import (
     rename,
 )
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.files import read_lines, write_csv, write_whole
 
 PICTURES = (".png", ".pdf", ".svg")
 BLOCK = "<!-- collect_results.py "

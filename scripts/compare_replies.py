@@ -20,9 +20,9 @@ from typing import Sequence
 
 import start
 
-from mixtape_plugin.analysis.files import read_lines, write_whole
 from mixtape_plugin.analysis.results import table
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.files import read_lines, write_whole
 
 
 def variety(name: str, replies: Sequence[Sequence[str]]) -> list[str]:

@@ -18,10 +18,10 @@ import torch
 from fairseq import checkpoint_utils
 
 import mixtape_plugin
-from mixtape_plugin.analysis.files import write_csv, write_whole
 from mixtape_plugin.analysis.rank import log_prob_rank
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.evaluation.language_model import Score
+from mixtape_plugin.files import write_csv, write_whole
 
 MAX_CONTEXTS = 2000
 COLUMNS = ("output layer", "BLEU", "test perplexity", "rank of log P", "parameters", "training tokens/s")

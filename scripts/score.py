@@ -26,8 +26,8 @@ import start
 from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.utils import get_reference_files
 
-from mixtape_plugin.analysis.files import read_lines, write_whole
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.files import read_lines, write_whole
 
 
 def sentences(path: str) -> list[str]:

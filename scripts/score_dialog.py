@@ -18,9 +18,9 @@ from typing import Sequence
 
 import start
 
-from mixtape_plugin.analysis.files import read_lines, write_whole
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.evaluation.dialog_bleu import SIGNATURE, corpus_bleu
+from mixtape_plugin.files import read_lines, write_whole
 
 
 def read_generated(path: Path) -> list:

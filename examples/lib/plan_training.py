@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
 """What train.sh of the examples does with its arguments before it starts fairseq-train.
 
-    plan_training.py plan --example ptb --data data-bin/ptb --layers "$layers" --options float32 -- mos --seed 3 --lr 1
-    plan_training.py print fairseq-train data-bin/ptb --lr 1
+    plan_training.py --example ptb --data data-bin/ptb --layers "$layers" --options float32 -- mos --seed 3 --lr 1
 
-`plan` prints assignments for the shell to evaluate: $layer $data $save $seed, the flags of the layer's row, and so on;
-`print` a command that can be pasted into a shell. A mistake ends in one sentence and status 1.
+Prints assignments for the shell to evaluate: $layer $data $save $seed, the flags of the layer's row, and so on. A
+mistake ends in one sentence and status 1.
 
 A recipe's layers are a table, a row for each: its name, then flags of fairseq-train. Of these are the recipe's own:
     --seed N                  the default of train.sh's --seed (1 where a row has none)
@@ -19,7 +18,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -355,31 +353,8 @@ def assignments(variables: Variables) -> str:
     return "\n".join(lines)
 
 
-def format_command(command: Sequence[str], width: int = 110) -> str:
-    """The command in lines that can be pasted into a shell; a flag stays with its values."""
-    lines = [shlex.quote(command[0])]
-    for argument in command[1:]:
-        quoted = shlex.quote(argument)
-        if argument.startswith("--"):
-            lines.append(quoted)
-        else:
-            lines[-1] += f" {quoted}"
-    joined = lines[:1]
-    for line in lines[1:]:
-        if len(joined[-1]) + len(line) < width:
-            joined[-1] += f" {line}"
-        else:
-            joined.append(f"  {line}")
-    return " \\\n".join(joined)
-
-
 def main() -> None:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # train.sh --print | head
-    if sys.argv[1:2] == ["print"]:
-        print(format_command(sys.argv[2:]))
-        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("plan", "print"))
     parser.add_argument("--example", required=True, help="its folder")
     parser.add_argument("--data", required=True, help="the default of --data")
     parser.add_argument("--dictionary", default="dict.txt", help="which files in --data show that it is whole")

@@ -18,7 +18,7 @@ lstm=("${language_model[@]}" --segment-length-std 0 --short-segment-probability 
 plan() {
   local variables
   command -v python >/dev/null || die "python is not installed; scripts/setup.sh sets up all that is needed"
-  variables=$(python "$root/examples/lib/plan_training.py" plan "$@") || exit
+  variables=$(python "$root/examples/lib/plan_training.py" "$@") || exit
   eval "$variables"
 }
 
@@ -30,7 +30,7 @@ fairseq_train() {
   set -- fairseq-train "$data" --user-dir "$root/mixtape_plugin" --save-dir "$save" --seed "$seed" \
     "$@" "${precision[@]+"${precision[@]}"}" "${extra[@]+"${extra[@]}"}"
   if [ -n "$print" ]; then
-    python "$root/examples/lib/plan_training.py" print "$@"
+    python "$root/examples/lib/print_command.py" "$@"
     return
   fi
   command -v "$1" >/dev/null || die "$1 is not installed; scripts/setup.sh sets up all that is needed"

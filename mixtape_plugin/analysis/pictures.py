@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mixtape_plugin.analysis.files import write_whole
+from mixtape_plugin.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,9 +15,9 @@ from fairseq.data import Dictionary
 from scipy.stats import rankdata
 from torch import Tensor
 
-from mixtape_plugin.analysis.files import read_lines
 from mixtape_plugin.analysis.results import table
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.files import read_lines
 
 # In the order of the paper's supplement; other files of a folder follow.
 SETS = (

@@ -13,9 +13,9 @@ from typing import Callable, Iterable, Sequence
 
 import torch
 
-from mixtape_plugin.analysis.files import write_csv
 from mixtape_plugin.benchmarks.measuring import ROOT, Budget, available_memory
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.files import write_csv
 
 
 def add_common_options(

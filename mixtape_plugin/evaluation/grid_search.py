@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mixtape_plugin.analysis.files import write_csv, write_whole
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.files import write_csv, write_whole
 
 
 def best(rows: list[dict]) -> dict:

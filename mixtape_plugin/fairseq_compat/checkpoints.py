@@ -19,6 +19,7 @@ from mixtape_plugin.damaged_files import check_weights, explain_misfit, explain_
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.fairseq_compat.patching import replace
 from mixtape_plugin.fairseq_compat.safe_globals import SAFE_GLOBALS
+from mixtape_plugin.files import write_whole
 
 TRUST_CHECKPOINTS = "MIXTAPE_TRUST_CHECKPOINTS"
 
@@ -111,17 +112,12 @@ def copy_checkpoints_whole() -> None:
         def copy_whole(src_path, dst_path, overwrite=False):
             if "://" in str(dst_path):  # not on this machine's disks
                 return copy(src_path, dst_path, overwrite)
-            part = f"{dst_path}.tmp"
             try:
-                shutil.copyfile(src_path, part)
-                os.replace(part, dst_path)
+                write_whole(dst_path, lambda part: shutil.copyfile(src_path, part))
             except OSError as error:
                 raise UserError(
                     f"{dst_path} is not written ({error.strerror}): what was there before is as it was"
                 ) from error
-            finally:
-                if os.path.exists(part):
-                    os.remove(part)
             return True
 
         return copy_whole

@@ -254,6 +254,10 @@ def test_a_copy_of_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch, int
     assert last.read_bytes() == b"old" * 1000 and sorted(tmp_path.iterdir()) == [new, last]
     assert PathManager.copy(str(new), str(last), overwrite=True)
     assert last.read_bytes() == b"new" * 1000 and sorted(tmp_path.iterdir()) == [new, last]
+    (link := tmp_path / "link.pt").symlink_to(last)
+    new.write_bytes(b"newer")
+    assert PathManager.copy(str(new), str(link), overwrite=True)
+    assert link.is_symlink() and last.read_bytes() == b"newer"
 
 
 def test_a_checkpoint_killed_while_it_is_copied(tmp_path):

@@ -10,7 +10,7 @@ import types
 import pytest
 from recipes import load_script
 
-plan_training = load_script("plan_training")
+plan_training, print_command = load_script("plan_training"), load_script("print_command")
 LAYERS = """
 softmax  --output-layer softmax --seed 3 --lr 30 --finetune-lr 5   # the baseline
 mos      --output-layer mos --lr 20 --finetune-lr 4 --num-components 2
@@ -210,16 +210,15 @@ def test_variables_reach_the_shell_unchanged():
 
 def test_a_printed_command_can_be_pasted():
     command = ["printf", "%s\\0", *ARGUMENTS, *(f"--flag{n}" for n in range(40)), "-1"]
-    text = plan_training.format_command(command)
+    text = print_command.format_command(command)
     done = subprocess.run(["bash", "-c", text], stdout=subprocess.PIPE, check=True)
     assert done.stdout.decode().split("\0")[:-1] == command[2:]
     assert max(map(len, text.splitlines())) < 120
 
 
 def test_a_reader_that_has_enough():
-    code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     words = [f"--flag{n} value" for n in range(20_000)]
-    command = [sys.executable, "-c", code, plan_training.__file__, "print", *words]
+    command = [sys.executable, print_command.__file__, *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.readline()
     process.stdout.close()

@@ -7,8 +7,8 @@ import sys
 import pytest
 from recipes import ROOT, load_script
 
-from mixtape_plugin.analysis.files import write_csv
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.files import write_csv
 
 SCRIPTS = [path for path in sorted((ROOT / "scripts").glob("*.py")) if "mixtape_plugin" in path.read_text()]
 MISTAKES = {  # options after which a script ends before it computes anything, and the end of its sentence

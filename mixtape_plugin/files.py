@@ -1,4 +1,4 @@
-"""Text files: read line by line, and written so that they appear whole or not at all."""
+"""Files: text that is read line by line, and whatever is written appears whole or not at all."""
 
 from __future__ import annotations
 
