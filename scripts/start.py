@@ -20,7 +20,8 @@ sys.path.insert(0, str(SCRIPTS.parent))
 if Path(sys.argv[0]).resolve().parent == SCRIPTS:  # else a test imports a script
     # Before fairseq is imported, which greets, and sets a level that floods the terminal.
     logging.basicConfig(level=logging.WARNING)
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may have no η, and a table is worth more than that
+    if sys.stdout is not None:  # none where it is closed; a terminal may have no η, and a table is worth more than that
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def run(main: Callable[[], None]) -> None:

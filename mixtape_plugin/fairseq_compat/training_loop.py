@@ -58,11 +58,22 @@ def leave_out_dummy_batches() -> None:
 
 
 def let_optimizers_check_the_training() -> None:
-    """Call `optimizer.check_training(task, cfg)`, where an optimizer has it, as soon as it is built."""
+    """Call `optimizer.check_training(task, cfg)`, where an optimizer has it, as soon as it is built.
+
+    One that --memory-efficient-bf16 and -fp16 cannot wrap is refused in a sentence.
+    """
 
     def wrapper(build_optimizer):
         def build_checked_optimizer(self):
-            build_optimizer(self)
+            try:
+                build_optimizer(self)
+            except ValueError as error:
+                if "Unsupported optimizer" not in str(error):
+                    raise
+                raise UserError(
+                    "--memory-efficient-bf16 and --memory-efficient-fp16 do not go with "
+                    f"--optimizer {self.cfg.optimizer._name}, which needs weights in float32: use --bf16 or --fp16"
+                ) from error
             optimizer = self._optimizer._optimizer if isinstance(self._optimizer, FairseqBMUF) else self._optimizer
             optimizer = getattr(optimizer, "fp32_optimizer", optimizer)
             if hasattr(optimizer, "check_training"):

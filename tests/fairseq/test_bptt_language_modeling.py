@@ -660,6 +660,12 @@ def test_nt_asgd_that_would_be_sgd_to_its_end_is_refused(text, tmp_path):
         run("train", *lm_args(text, tmp_path, "--use-bmuf"))
 
 
+@pytest.mark.parametrize("flag", ["--memory-efficient-bf16", "--memory-efficient-fp16"])
+def test_an_optimizer_that_needs_float32_weights_is_refused(text, tmp_path, flag):
+    with pytest.raises(UserError, match="do not go with --optimizer nt_asgd, .*: use --bf16 or --fp16"):
+        run("train", *lm_args(text, tmp_path, flag))
+
+
 def test_a_model_without_a_hidden_state_is_refused(text, tmp_path):
     more = "--task bptt_language_modeling --arch lstm_lm --decoder-layers 1 --batch-size 4 --cpu".split()
     with pytest.raises(UserError, match="needs a model that keeps its hidden state, .* not LSTMLanguageModel"):

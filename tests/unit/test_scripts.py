@@ -60,6 +60,13 @@ def test_from_anywhere_beside_another_installed_copy(name, tmp_path):
 
 
 @pytest.mark.slow
+def test_with_a_closed_standard_output():
+    command = [sys.executable, ROOT / "scripts" / "make_corpus.py", "--help"]
+    result = subprocess.run(["bash", "-c", '"$@" >&-', "bash", *command], capture_output=True, text=True)
+    assert result.returncode == 0 and result.stderr.startswith("usage: ")  # argparse turns to standard error
+
+
+@pytest.mark.slow
 def test_help_on_a_terminal_that_lacks_the_letters():
     env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     command = [sys.executable, ROOT / "scripts" / "dynamic_evaluation.py", "--help"]
