@@ -43,7 +43,8 @@ begin() { # begin OUT SETTINGS: the folder $text for the text, which remembers h
   case $1 in *[,:]*) die "--out $1 has a comma or a colon, at which fairseq takes a name apart: choose another one" ;; esac
   text=$1/text
   mkdir -p "$text"
-  if [ ! -f "$text/settings" ]; then
+  # Settings bind once a file was made by them: after a failed download others are welcome, such as --from.
+  if [ ! -f "$text/settings" ] || [ -z "$(find "$text" -type f ! -name settings ! -name '*.part' -print -quit)" ]; then
     echo "$2" >"$text/settings.part"
     mv "$text/settings.part" "$text/settings"
   fi

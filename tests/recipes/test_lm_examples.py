@@ -154,6 +154,18 @@ def test_prepare_refuses_mistakes(ptb_text, tmp_path):
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
+def test_a_local_copy_after_a_failed_download(ptb_text, tmp_path):
+    """What the message of the failed download advises; the same folder is refused once a file of it is there."""
+    out = tmp_path / "out"
+    failed = run("ptb", "prepare.sh", "--out", out, PTB_URL=(tmp_path / "nowhere").as_uri())
+    assert failed.returncode == 1 and "or give a local copy as --from" in failed.stderr
+    (out / "text" / "train.part").write_text("what came before the connection broke")
+    output("ptb", "prepare.sh", "--from", ptb_text, "--out", out)
+    assert decoded(out, "train")[-1] == expected_lines(sentences(300, seed=1))[-1]
+    assert "was prepared with other settings" in mistake("ptb", "prepare.sh", "--out", out, PTB_URL=tmp_path.as_uri())
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
 def test_downloads_are_checked(ptb_text, tmp_path):
     """From a folder in place of the server: what is not the original is not used."""
     (tmp_path / "ptb.train.txt").write_text("not the Penn Treebank\n")
