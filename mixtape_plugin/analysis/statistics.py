@@ -42,7 +42,8 @@ class Group:
         values = numbers(self.rows, column)
         if not values:
             return None
-        return Sample(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+        mean = values[0] if len(set(values)) == 1 else statistics.fmean(values)  # a count stays an int
+        return Sample(mean, statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
 def numbers(rows: Sequence[dict], column: str) -> list:
@@ -268,7 +269,7 @@ def groups_markdown(
             low, high = (line[f"{column}, {end}"] for end in ("lowest", "highest"))
             return f"{number:+.{decimals}f}{unit} [{low:+.{decimals}f}, {high:+.{decimals}f}]"
         deviation = line.get(f"{name} sd")
-        if number == int(number) and not deviation:  # parameters, and what is counted
+        if not deviation and (isinstance(number, int) or not digits(name)):  # parameters, what is counted, speeds
             return f"{number:,.0f}"
         text = f"{number:,.{digits(name)}f}"
         text = text if deviation is None else f"{text} ± {deviation:,.{digits(name)}f}"

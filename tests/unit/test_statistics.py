@@ -178,6 +178,14 @@ def trainings_of(column, **layers):
     )
 
 
+def test_whole_numbers():
+    """What is counted has no decimals; a perplexity of 81.00 keeps them."""
+    found = groups([row("train.sh a", 1, "a", "a", **{"parameters": 1234, "test ppl": 81.0})])
+    lines, tests = compare(found)
+    (line,), _ = table_of(groups_markdown(found, lines, tests))
+    assert (line["parameters"], line["test ppl"]) == ("1,234", "81.00")
+
+
 def test_an_interval_ends_where_students_test_has_five_percent():
     softmax, mos = [57.2, 57.0, 57.05, 57.4], [55.1, 54.8]
     for column in ("test ppl", "BLEU 13a"):
