@@ -12,6 +12,7 @@ from mixtape_plugin.fairseq_compat.checkpoints import (
     load_checkpoints_safely,
 )
 from mixtape_plugin.fairseq_compat.data import (
+    end_reading_before_the_interpreter,
     keep_batches_after_a_resume,
     keep_last_batch,
     provide_removed_numpy_names,
@@ -46,6 +47,7 @@ def apply() -> None:
     provide_removed_numpy_names()
     keep_last_batch()
     keep_batches_after_a_resume()
+    end_reading_before_the_interpreter()
     load_checkpoints_safely()
     explain_checkpoints_that_do_not_fit()
     broadcast_plain_options()

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import inspect
 import os
+import queue
+import threading
+import time
 import types
 import warnings
+import weakref
 
 import numpy as np
 from fairseq.data import Dictionary, data_utils, indexed_dataset, language_pair_dataset, token_block_dataset
+from fairseq.data.iterators import BackgroundConsumer
 from fairseq.modules import dynamic_crf_layer
 from fairseq.tasks import FairseqTask, translation
 from fairseq.tasks.language_modeling import LanguageModelingTask
@@ -16,6 +23,8 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from mixtape_plugin.damaged_files import check_dataset, damaged_dictionary
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.fairseq_compat.patching import replace
+
+SECONDS_TO_END_READING = 5.0
 
 
 class _NumpyWithRemovedNames(types.ModuleType):
@@ -94,6 +103,42 @@ def keep_batches_after_a_resume() -> None:
         return get_batches_of_the_first_epoch
 
     replace(FairseqTask, "get_batch_iterator", wrapper)
+
+
+def end_reading_before_the_interpreter() -> None:
+    """Stop the threads that read batches ahead before the interpreter ends, and wait for the batch they are at.
+
+    fairseq leaves them running. A training that ended in the middle of an epoch, by --max-update say, then died now and
+    then with status 134 and "terminate called without an active exception", its checkpoint written: a thread that comes
+    back from torch's C++ to an interpreter that is gone is ended in a way that C++ does not survive.
+    """
+    the_end = threading.Event()
+    readers = weakref.WeakSet()
+
+    def read_until_the_end(source):
+        for batch in source:
+            if the_end.is_set():
+                return
+            yield batch
+
+    def wrapper(initialize):
+        def initialize_with_an_end(self, batches, source, *args, **kwargs):
+            initialize(self, batches, read_until_the_end(source), *args, **kwargs)
+            readers.add(self)
+
+        return initialize_with_an_end
+
+    @atexit.register
+    def end_reading():
+        the_end.set()
+        deadline = time.monotonic() + SECONDS_TO_END_READING
+        for reader in list(readers):
+            while reader.is_alive() and time.monotonic() < deadline:
+                with contextlib.suppress(queue.Empty):
+                    reader._queue.get_nowait()  # one that waits for a place in a full queue would wait for ever
+                reader.join(0.01)
+
+    replace(BackgroundConsumer, "__init__", wrapper)
 
 
 def refuse_blocks_that_would_be_skipped() -> None:
