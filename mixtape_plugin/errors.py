@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
@@ -10,8 +9,12 @@ import traceback
 from numbers import Integral, Real
 
 FULL_TRACEBACK = "MIXTAPE_TRACEBACK"
-# fairseq's own sentences about files, which its users get at the end of a traceback.
-FAIRSEQ_SENTENCES = ("Dataset not found:", "Model file not found:", "Could not infer language pair")
+LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+# fairseq's own sentences about files and options, which its users get at the end of a traceback.
+FAIRSEQ_SENTENCES = (
+    *("Dataset not found:", "Model file not found:", "Could not infer language pair"),
+    *("--share-all-embeddings ", "--finetune-from-model "),
+)
 AFTER_DIVERGENCE = "lower --lr; checkpoints that were saved before are as they were"
 
 
@@ -23,7 +26,7 @@ class UserError(ValueError):
 
 
 def check_values(options: object, allowed: dict) -> None:
-    """Raises UserError for the first option whose value is not allowed; nan and inf never are.
+    """Raises UserError for the first option whose value is not allowed; nan and what float32 has not never are.
 
     Args:
         options: has the values as attributes, numbers or lists of numbers.
@@ -32,7 +35,7 @@ def check_values(options: object, allowed: dict) -> None:
     for name, (holds, what) in allowed.items():
         value = getattr(options, name)
         if not is_finite(value):
-            raise UserError(f"--{name.replace('_', '-')} {value} is not allowed: {what}, and finite")
+            raise UserError(f"--{name.replace('_', '-')} {value} is not allowed: {what}, and finite in float32")
         if not holds:
             raise UserError(f"--{name.replace('_', '-')} {value} is not allowed: {what}")
 
@@ -55,14 +58,14 @@ def check_type(options: object, name: str, kind: type, optional: bool = False) -
 
 
 def is_finite(value: object) -> bool:
-    """Whether an option's value holds neither nan nor inf; what is no number does not."""
+    """Whether an option's value holds neither nan nor what is inf in float32; what is no number does not."""
     if isinstance(value, (list, tuple)):
         return all(map(is_finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
+    return not isinstance(value, float) or abs(value) <= LARGEST_FLOAT32  # false for nan
 
 
 def sentence_for_user(error: BaseException | None) -> str | None:
-    """The message of the UserError that caused `error`, or of fairseq's own about a missing file, else None."""
+    """The message of the UserError that caused `error`, or one of FAIRSEQ_SENTENCES, else None."""
     if type(error).__name__ == "ProcessRaisedException":  # holds the traceback of a spawned process, as text
         found = re.search(r"^mixtape_plugin\.errors\.UserError: (.+)", str(error), re.MULTILINE)
         return found and found[1]

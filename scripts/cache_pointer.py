@@ -41,6 +41,7 @@ from mixtape_plugin.evaluation.language_model import load_language_model, score,
 WEIGHTS = [0.05, 0.1, 0.15, 0.2, 0.3]
 THETAS = [0.1, 0.3, 0.66, 1.0, 1.5]
 WINDOWS = {"ptb": [100, 500, 2000], "wikitext2": [500, 2000, 3785]}
+MAX_THETA = 10**6  # far from where exponents overflow
 MAX_WINDOW = 10**9  # more than any text's
 
 
@@ -70,11 +71,11 @@ def check(args: Namespace) -> None:
     """Raises UserError for the first option whose value is not allowed."""
     allowed = {
         "weight": (0 <= args.weight < 1, "from 0 to less than 1"),
-        "theta": (args.theta >= 0, "0 or more"),
+        "theta": (0 <= args.theta <= MAX_THETA, f"0 to {MAX_THETA:,}"),
         "window": (1 <= args.window <= MAX_WINDOW, f"1 to {MAX_WINDOW:,}"),
         "segment_length": (args.segment_length >= 1, "at least 1"),
         "weights": (all(0 <= weight < 1 for weight in args.weights), "from 0 to less than 1, each"),
-        "thetas": (min(args.thetas) >= 0, "0 or more, each"),
+        "thetas": (0 <= min(args.thetas) <= max(args.thetas) <= MAX_THETA, f"0 to {MAX_THETA:,}, each"),
         "windows": (1 <= min(args.windows) <= max(args.windows) <= MAX_WINDOW, f"1 to {MAX_WINDOW:,}, each"),
     }
     check_values(args, allowed)

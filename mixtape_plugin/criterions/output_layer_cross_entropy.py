@@ -10,7 +10,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEn
 from fairseq.dataclass import FairseqDataclass
 from fairseq.models import BaseFairseqModel
 from fairseq.tasks import FairseqTask
-from omegaconf import II
+from omegaconf import II, DictConfig
 from torch import Tensor
 
 from mixtape_plugin.errors import UserError, check_values
@@ -53,6 +53,12 @@ class OutputLayerCrossEntropy(FairseqCriterion):
         self.label_smoothing = label_smoothing
         check_values(self, {"label_smoothing": (0 <= label_smoothing < 1, "from 0 to less than 1")})
         self.report_accuracy = report_accuracy
+
+    def check_training(self, cfg: DictConfig) -> None:
+        """Raises UserError where checkpoints are chosen by a number that is not reported."""
+        metric = cfg.checkpoint.best_checkpoint_metric
+        if metric in ("accuracy", "bpc") and not getattr(self, f"report_{metric}", False):
+            raise UserError(f"--best-checkpoint-metric {metric} needs --report-{metric}: add it")
 
     def forward(self, model: BaseFairseqModel, sample: dict, reduce: bool = True) -> Tuple[Tensor, int, dict]:
         """The summed loss in nats, the sample size that divides its gradient, and what to log."""

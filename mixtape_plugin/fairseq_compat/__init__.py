@@ -30,7 +30,7 @@ from mixtape_plugin.fairseq_compat.training_loop import (
     end_training_that_is_finished,
     keep_the_count_of_patience,
     leave_out_dummy_batches,
-    let_optimizers_check_the_training,
+    let_optimizers_and_criterions_check_the_training,
     name_the_update_that_diverged,
     prepare_every_process_for_a_checkpoint,
     resume_reduce_lr_on_plateau,
@@ -61,7 +61,7 @@ def apply() -> None:
     heed_optim_overrides()
     leave_out_dummy_batches()
     average_tied_parameters_once()
-    let_optimizers_check_the_training()
+    let_optimizers_and_criterions_check_the_training()
     prepare_every_process_for_a_checkpoint()
     keep_the_count_of_patience()
     resume_reduce_lr_on_plateau()

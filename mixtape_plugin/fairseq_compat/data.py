@@ -142,9 +142,9 @@ def end_reading_before_the_interpreter() -> None:
 
 
 def refuse_blocks_that_would_be_skipped() -> None:
-    """Let fairseq-eval-lm say that a model has too few positions for the blocks of a text.
+    """Let fairseq-eval-lm say that a model has too few positions for the blocks of a text, or that these are empty.
 
-    It leaves out such blocks, with a warning: where it is all of them, it reports a perplexity of 1.
+    It leaves out blocks that are too long, with a warning: where it is all of them, it reports a perplexity of 1.
     """
 
     def wrapper(eval_lm_dataloader):
@@ -159,7 +159,19 @@ def refuse_blocks_that_would_be_skipped() -> None:
 
         return checked_dataloader
 
+    def load_blocks(load_dataset):
+        def load_blocks_of_tokens(self, *args, **kwargs):
+            if self.args.tokens_per_sample < 1:  # by now fairseq-eval-lm has taken off the --context-window
+                raise UserError(
+                    f"blocks of {self.args.tokens_per_sample} tokens are not allowed: --tokens-per-sample, "
+                    "in fairseq-eval-lm less --context-window, is at least 1"
+                )
+            return load_dataset(self, *args, **kwargs)
+
+        return load_blocks_of_tokens
+
     replace(LanguageModelingTask, "eval_lm_dataloader", wrapper)
+    replace(LanguageModelingTask, "load_dataset", load_blocks)
 
 
 def refuse_broken_data() -> None:

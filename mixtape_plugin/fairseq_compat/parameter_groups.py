@@ -56,6 +56,10 @@ def heed_optim_overrides() -> None:
                     "--fp16 makes all gradients one tensor, and --plif-lr-scale gives the slopes of plif a learning "
                     "rate of their own: add --fp16-no-flatten-grads, or use --bf16 or --amp"
                 )
+            if flatten and not torch.cuda.is_available():
+                raise UserError(
+                    "--fp16 makes all gradients one tensor on a GPU, and there is none: add --fp16-no-flatten-grads"
+                )
             return build_fp32_params(args, params, flatten=flatten)
 
         return build_fp32_params_or_refuse

@@ -22,13 +22,18 @@ PATIENCE = "early_stop"
 
 
 def name_the_update_that_diverged() -> None:
-    """Say in one sentence at which update gradients were no numbers, or fp16's loss scale came to its end."""
+    """Say in one sentence at which update gradients were no numbers, or fp16's loss scale came to its end.
+
+    fairseq then runs the update once more, to find the module, and ends by torch's StopIteration where one gives
+    anything else than tensors, as a Transformer's encoder does.
+    """
 
     def wrapper(train_step):
         def train_step_or_say(self, *args, **kwargs):
             try:
                 return train_step(self, *args, **kwargs)
-            except FloatingPointError as error:
+            except (FloatingPointError, StopIteration) as failure:
+                error = failure if isinstance(failure, FloatingPointError) else failure.__context__
                 if "gradients are Nan/Inf" not in str(error) and "Minimum loss scale reached" not in str(error):
                     raise
                 reason = str(error).split(". ")[0].rstrip(".")
@@ -57,8 +62,9 @@ def leave_out_dummy_batches() -> None:
     replace(Trainer, "train_step", wrapper)
 
 
-def let_optimizers_check_the_training() -> None:
-    """Call `optimizer.check_training(task, cfg)`, where an optimizer has it, as soon as it is built.
+def let_optimizers_and_criterions_check_the_training() -> None:
+    """Call `optimizer.check_training(task, cfg)` and `criterion.check_training(cfg)`, where they have it, as soon as
+    the optimizer is built.
 
     One that --memory-efficient-bf16 and -fp16 cannot wrap is refused in a sentence.
     """
@@ -78,6 +84,8 @@ def let_optimizers_check_the_training() -> None:
             optimizer = getattr(optimizer, "fp32_optimizer", optimizer)
             if hasattr(optimizer, "check_training"):
                 optimizer.check_training(self.task, self.cfg)
+            if hasattr(self.get_criterion(), "check_training"):
+                self.get_criterion().check_training(self.cfg)
 
         return build_checked_optimizer
 

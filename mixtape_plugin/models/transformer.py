@@ -21,10 +21,15 @@ from fairseq.tasks import FairseqTask
 from omegaconf import DictConfig
 from torch import nn
 
-from mixtape_plugin.errors import UserError, check_values
+from mixtape_plugin.errors import UserError, check_type, check_values
 from mixtape_plugin.models.options import add_options, complete_options
 from mixtape_plugin.modules.relative_attention import RelativeMultiheadAttention
 from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer, check_dictionary, output_layer_class
+
+RATES = (
+    *("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop", "decoder_layerdrop"),
+    "quant_noise_pq",
+)
 
 
 @dataclass
@@ -115,8 +120,17 @@ def prepare_options(args: Union[Namespace, DictConfig], target_dictionary: Dicti
 
 def check_options(args: Namespace) -> None:
     """Raises UserError where an option of the Transformer contradicts this plugin's, or a dropout is no rate."""
-    rates = [name for name in ("dropout", "attention_dropout", "activation_dropout") if hasattr(args, name)]
-    check_values(args, {name: (0 <= getattr(args, name) <= 1, "from 0 to 1") for name in rates})
+    for name in RATES:
+        if hasattr(args, name):
+            check_type(args, name, float)
+            check_values(args, {name: (0 <= getattr(args, name) <= 1, "from 0 to 1")})
+    check_type(args, "max_relative_position", int)
+    for side in ("encoder", "decoder"):
+        width, heads = getattr(args, f"{side}_embed_dim", 0), getattr(args, f"{side}_attention_heads", 1)
+        if heads < 1 or width % heads:
+            raise UserError(
+                f"--{side}-attention-heads {heads} is not allowed: a number that divides --{side}-embed-dim {width}"
+            )
     if getattr(args, "adaptive_softmax_cutoff", None) is not None:
         raise UserError(
             f"--adaptive-softmax-cutoff {args.adaptive_softmax_cutoff} does not go with --output-layer "
@@ -188,7 +202,9 @@ def wmt_big(args: Namespace) -> None:
     args.share_all_embeddings = getattr(args, "share_all_embeddings", True)
     # The clip is not in the paper; 20 is tensor2tensor's.
     args.max_relative_position = getattr(args, "max_relative_position", 20)
-    args.no_token_positional_embeddings = getattr(args, "no_token_positional_embeddings", True)
+    # Without either the order of words would be lost.
+    without = args.max_relative_position > 0
+    args.no_token_positional_embeddings = getattr(args, "no_token_positional_embeddings", without)
     base_architecture(args)
 
 

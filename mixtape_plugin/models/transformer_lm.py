@@ -35,7 +35,7 @@ class MixtapeTransformerLanguageModel(TransformerLanguageModel):
     @classmethod
     def build_model(cls, args: Namespace, task: FairseqTask) -> "MixtapeTransformerLanguageModel":
         args = prepare_options(args, task.target_dictionary)
-        for name in ("adaptive_input", "character_embeddings", "tie_adaptive_weights"):
+        for name in ("adaptive_input", "character_embeddings", "tie_adaptive_weights", "tie_adaptive_proj"):
             if getattr(args, name):
                 raise UserError(
                     f"--{name.replace('_', '-')} does not go with --output-layer {args.output_layer}, which has one "

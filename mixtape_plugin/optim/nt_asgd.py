@@ -55,7 +55,7 @@ class NTASGD(FairseqOptimizer):
 
     Raises:
         UserError: ``--nonmono`` below 1, ``--averaging-epoch``, ``--weight-decay`` or ``--lr`` below 0 or not finite;
-            another task; ``--use-bmuf``; ``--disable-validation`` without ``--averaging-epoch`` or with
+            another task; ``--use-bmuf``; a training without validation and without ``--averaging-epoch`` or with
             ``--stop-when-nonmonotone``; a checkpoint of another optimizer.
     """
 
@@ -97,15 +97,21 @@ class NTASGD(FairseqOptimizer):
             )
         if cfg.optimization.use_bmuf:
             raise UserError("--optimizer nt_asgd does not go with --use-bmuf, which averages by itself")
-        if cfg.dataset.disable_validation and self.cfg.averaging_epoch is None:
+        data, training = cfg.dataset, cfg.optimization
+        leaving_out = None
+        if data.disable_validation:
+            leaving_out = "--disable-validation"
+        elif 0 < training.max_epoch < data.validate_interval:
+            leaving_out = f"--validate-interval {data.validate_interval} with --max-epoch {training.max_epoch}"
+        elif 0 < training.max_update < data.validate_after_updates:
+            leaving_out = f"--validate-after-updates {data.validate_after_updates}"
+        if leaving_out and self.cfg.averaging_epoch is None:
             raise UserError(
-                "--optimizer nt_asgd starts averaging by validation, which --disable-validation leaves out: "
+                f"--optimizer nt_asgd starts averaging by validation, which {leaving_out} leaves out: "
                 "give --averaging-epoch"
             )
-        if cfg.dataset.disable_validation and self.cfg.stop_when_nonmonotone:
-            raise UserError(
-                "--stop-when-nonmonotone ends by validation, which --disable-validation leaves out: give one"
-            )
+        if leaving_out and self.cfg.stop_when_nonmonotone:
+            raise UserError(f"--stop-when-nonmonotone ends by validation, which {leaving_out} leaves out: give one")
 
     def begin_epoch(self, epoch: int) -> None:
         """Starts averaging if its time has come by ``--averaging-epoch``; epochs count from 1."""

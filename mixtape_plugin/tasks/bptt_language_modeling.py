@@ -78,6 +78,9 @@ def check_options(args: BpttLanguageModelingConfig) -> None:
         "small_batch_size": (args.small_batch_size is None or args.small_batch_size >= 1, "at least 1, or left out"),
     }
     check_values(args, allowed)
+    shortest, longest = args.min_segment_length, args.max_segment_length
+    if longest is not None and longest < shortest:
+        raise UserError(f"--max-segment-length {longest} is not allowed: --min-segment-length {shortest} or more")
 
 
 @register_task("bptt_language_modeling", dataclass=BpttLanguageModelingConfig)
@@ -219,7 +222,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
                 dataset, max_tokens, max_sentences, seed=seed, num_shards=num_shards, shard_id=shard_id,
                 num_workers=num_workers, epoch=epoch, data_buffer_size=data_buffer_size, **kwargs,
             )  # fmt: skip
-        if max_sentences is None:
+        if not max_sentences:
             raise UserError("--task bptt_language_modeling needs --batch-size, the number of columns")
         # Evaluation may be of the training text too; only the iterator that fairseq trains with has this option.
         training = dataset.split == self.args.train_subset and "grouped_shuffling" in kwargs

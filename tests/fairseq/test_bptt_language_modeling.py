@@ -454,6 +454,7 @@ def test_characters_without_lines(tmp_path, monkeypatch):
         ("--short-segment-probability", 1.5, "from 0 to 1"),
         ("--min-segment-length", 0, "at least 1"),
         ("--max-segment-length", 0, "at least 1, or left out"),
+        ("--max-segment-length", 4, "--min-segment-length 5 or more"),
         ("--small-batch-size", 0, "at least 1, or left out"),
         ("--embed-dim", 0, "at least 1"),
         ("--hidden-sizes", "12,x", "whole numbers"),
@@ -656,6 +657,10 @@ def test_nt_asgd_that_would_be_sgd_to_its_end_is_refused(text, tmp_path):
     with pytest.raises(UserError, match="--stop-when-nonmonotone ends by validation, which --disable-validation"):
         more = "--disable-validation --averaging-epoch 0 --stop-when-nonmonotone".split()
         run("train", *lm_args(text, tmp_path, *more))
+    with pytest.raises(UserError, match="which --validate-interval 10 with --max-epoch 9 leaves out: give --averaging"):
+        run("train", *lm_args(text, tmp_path, "--validate-interval", 10, "--max-epoch", 9))
+    with pytest.raises(UserError, match="which --validate-after-updates 10 leaves out: give --averaging-epoch"):
+        run("train", *lm_args(text, tmp_path, "--validate-after-updates", 10, "--max-update", 9))
     with pytest.raises(UserError, match="does not go with --use-bmuf"):
         run("train", *lm_args(text, tmp_path, "--use-bmuf"))
 
@@ -664,6 +669,16 @@ def test_nt_asgd_that_would_be_sgd_to_its_end_is_refused(text, tmp_path):
 def test_an_optimizer_that_needs_float32_weights_is_refused(text, tmp_path, flag):
     with pytest.raises(UserError, match="do not go with --optimizer nt_asgd, .*: use --bf16 or --fp16"):
         run("train", *lm_args(text, tmp_path, flag))
+
+
+def test_no_columns(text, tmp_path):
+    with pytest.raises(UserError, match="needs --batch-size"):
+        run("train", *lm_args(text, tmp_path, "--batch-size", 0))
+
+
+def test_checkpoints_chosen_by_a_number_that_is_not_reported(text, tmp_path):
+    with pytest.raises(UserError, match="^--best-checkpoint-metric bpc needs --report-bpc: add it$"):
+        run("train", *lm_args(text, tmp_path, "--best-checkpoint-metric", "bpc"))
 
 
 def test_a_model_without_a_hidden_state_is_refused(text, tmp_path):

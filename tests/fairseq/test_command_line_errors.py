@@ -73,6 +73,7 @@ def error_of(command, *args):
         ("--gate-noise -0.1", "--gate-noise -0.1 is not allowed: 0 or more"),
         ("--gate-noise nan", "--gate-noise nan is not allowed: 0 or more, and finite"),
         ("--gate-noise inf", "--gate-noise inf is not allowed: 0 or more, and finite"),
+        ("--gate-noise 1e39", r"--gate-noise 1e\+39 is not allowed: 0 or more, and finite in float32"),
         ("--frequent-ratio nan", "--frequent-ratio nan is not allowed: more than 0 and at most 1, and finite"),
         ("--frequent-ratio=-inf", "--frequent-ratio -inf is not allowed: more than 0 and at most 1, and finite"),
         ("--context-scale nan", r"--context-scale nan is not allowed: more than 0, or 0 \(none\), and finite"),
@@ -82,6 +83,14 @@ def error_of(command, *args):
         ("--label-smoothing nan", "--label-smoothing nan is not allowed: from 0 to less than 1, and finite"),
         ("--attention-dropout nan", "--attention-dropout nan is not allowed: from 0 to 1, and finite"),
         ("--dropout inf", "--dropout inf is not allowed: from 0 to 1, and finite"),
+        ("--encoder-layerdrop 2", "--encoder-layerdrop 2.0 is not allowed: from 0 to 1"),
+        ("--decoder-layerdrop nan", "--decoder-layerdrop nan is not allowed: from 0 to 1, and finite"),
+        ("--quant-noise-pq nan", "--quant-noise-pq nan is not allowed: from 0 to 1, and finite"),
+        (
+            "--encoder-attention-heads 3",
+            "--encoder-attention-heads 3 is not allowed: .* --encoder-embed-dim 16",
+        ),
+        ("--decoder-attention-heads 0", "--decoder-attention-heads 0 is not allowed: .* --decoder-embed-dim 16"),
         ("--gate-dim 0", "--gate-dim 0 is not allowed: at least 1"),
         ("--context-dropout -0.5", "--context-dropout -0.5 is not allowed: from 0 to less than 1"),
         ("--output-embed-dim 0", "--output-embed-dim 0 is not allowed: at least 1"),
@@ -120,6 +129,32 @@ def test_option_with_a_value_that_is_not_allowed(given, sentence, data):
 )
 def test_values_at_the_edge_of_what_is_allowed(given, data):
     build(data, *given.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        ("--share-all-embeddings", "--share-all-embeddings requires a joined dictionary"),
+        ("--finetune-from-model nowhere.pt", "--finetune-from-model nowhere.pt does not exist"),
+        ("--best-checkpoint-metric accuracy", "--best-checkpoint-metric accuracy needs --report-accuracy: add it"),
+        pytest.param(
+            "--fp16",
+            "--fp16 makes all gradients one tensor on a GPU, and there is none: add --fp16-no-flatten-grads",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_options_that_do_not_go_together(given, sentence, data, save_dir):
+    assert error_of("train", *train_args(data, save_dir, *given.split())) == sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("criterion", ["output_layer_cross_entropy", "label_smoothed_cross_entropy"])
+def test_a_translation_training_that_diverges(criterion, data, tmp_path):
+    more = ["--lr", 1e30, "--max-update", 20, "--criterion", criterion]
+    sentence = error_of("train", *train_args(data, tmp_path, *more))
+    assert re.fullmatch(r"gradients are Nan/Inf at update \d+: lower --lr; checkpoints that .*", sentence)
 
 
 # --------------------------------------------------------------------------------------------- dictionaries

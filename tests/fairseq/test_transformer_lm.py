@@ -157,6 +157,9 @@ def test_perplexity_of_a_text(trained, text):
     command = [text, "--user-dir", USER_DIR, "--path", path, *"--cpu --num-workers 0 --max-tokens 400".split()]
     with pytest.raises(UserError, match=r"has \d+ tokens, and the model has 20 positions: give --tokens-per-sample 20"):
         run("eval_lm", *command)
+    for window in (20, 40):
+        with pytest.raises(UserError, match=f"^blocks of {20 - window} tokens are not allowed: --tokens-per-sample"):
+            run("eval_lm", *command, "--tokens-per-sample", 20, "--context-window", window)
     printed = run("eval_lm", *command, "--tokens-per-sample", 20).stdout
     count = int(re.search(r"Evaluated ([\d,]+) tokens", printed)[1].replace(",", ""))
     perplexity = float(re.search(r"Perplexity: ([\d.]+)", printed)[1])

@@ -75,6 +75,14 @@ def test_every_option_reaches_the_layer(data):
         assert [part.self_attn.max_relative_position for part in side.layers] == [7, 7]
 
 
+@pytest.mark.parametrize("arch", WMT)
+@pytest.mark.parametrize("more, absolute", [([], False), (["--max-relative-position", 0], True)])
+def test_wmt_architectures_know_the_order_of_words(data, arch, more, absolute):
+    args = ["--arch", arch, "--criterion", "output_layer_cross_entropy", "--max-tokens", 512, data, *more]
+    args = options.parse_args_and_arch(options.get_training_parser(), list(map(str, args)))
+    assert args.no_token_positional_embeddings is not absolute and (args.max_relative_position > 0) is not absolute
+
+
 @pytest.mark.parametrize("output_layer", LAYERS)
 def test_options_as_a_config_tree(output_layer):
     """fairseq-hydra-train and the loading of its checkpoints hand over an omegaconf tree, not a Namespace."""
