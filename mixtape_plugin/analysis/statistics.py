@@ -17,6 +17,7 @@ from mixtape_plugin.errors import UserError
 TESTED = ("valid ppl", "test ppl", *BITS[1:], *(f"valid {name}" for name in TRANSLATION), *TRANSLATION)
 P_VALUES = ("p Student", "p Welch")
 NOT_MEASURED = ("training", "layer", "seed", "updates", "ended", "wall s", "commit")
+BESIDE_THE_COMMAND = {"parameters": " parameters", "precision": ""}  # what tells groups apart, and its unit
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Sample:
 
 @dataclass
 class Group:
-    """Trainings of equal commands but for --seed and --save."""
+    """Trainings of equal commands but for --seed and --save, of as many parameters and in one precision."""
 
     name: str
     layer: str
@@ -83,7 +84,8 @@ def plain_number(word: str) -> str:
 
 def groups(rows: Sequence[dict]) -> list:
     """The trainings by command, in whatever order its flags are, .1 being 0.1; one whose command is unknown is a group
-    of its own."""
+    of its own. What a recipe's defaults at two commits, or two processors, made of one command are two groups: networks
+    with other numbers of parameters, and trainings in another precision."""
     found = {}
     for row in rows:
         key = command = row["folder"]
@@ -93,6 +95,7 @@ def groups(rows: Sequence[dict]) -> list:
             ordered = sorted(flags(command), key=lambda flag: flag.split(" ")[0])
             key = (*words_of(command)[:2], *(" ".join(map(plain_number, flag.split(" "))) for flag in ordered))
         layer = row["layer"] or row["training"]
+        key = key, *(row.get(name) for name in BESIDE_THE_COMMAND)
         found.setdefault(key, Group(layer, layer, command, [])).rows.append(row)
     found = list(found.values())
     for group in found:
@@ -100,12 +103,19 @@ def groups(rows: Sequence[dict]) -> list:
             group.name = f"{group.layer}: {group.command}"  # the folder
             continue
         others = [other for other in found if other.layer == group.layer and other.rows[0]["command"] != UNKNOWN]
-        if len(others) > 1:  # tell them apart by the flags that not all of them have
+        if len({other.command for other in others}) > 1:  # tell them apart by the flags that not all of them have
             shared = set.intersection(*({*flags(other.command)} for other in others))
             own = [flag for flag in flags(group.command) if flag not in shared]
             group.name = f"{group.layer}: {' '.join(own) or 'no further flags'}"
-            if sum(other.name == group.name for other in found) > 1:
+            if any(other.name == group.name and other.command != group.command for other in found):
                 group.name = f"{group.layer}: {group.command}"
+    for name in {group.name for group in found}:
+        alike = [group for group in found if group.name == name]
+        for column, unit in BESIDE_THE_COMMAND.items():
+            values = [group.rows[0].get(column) for group in alike]
+            for group, value in zip(alike, values if len({*values}) > 1 else ()):
+                value = f"{value:,}" if isinstance(value, int) else value or "unknown"
+                group.name += f", {value}{unit}"
     return found
 
 

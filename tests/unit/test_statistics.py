@@ -95,6 +95,19 @@ def test_the_order_of_flags_makes_no_group_unless_one_is_given_twice():
     assert [[r["seed"] for r in group.rows] for group in found] == [["0", "1"], ["2"], ["3"]]
 
 
+def test_one_command_of_other_parameters_or_precision_makes_groups():
+    """A recipe's defaults change from commit to commit, and its precision with the processor."""
+    rows = [row("train.sh softmax", seed) for seed in range(1, 5)]
+    for line, parameters, precision in zip(rows, (1000, 1000, 1000, 2000), ("bfloat16", "float32", "bfloat16", None)):
+        line.update(parameters=parameters, precision=precision)
+    found = {group.name: [line["seed"] for line in group.rows] for group in groups(rows)}
+    assert found == {
+        "softmax, 1,000 parameters, bfloat16": ["1", "3"],
+        "softmax, 1,000 parameters, float32": ["2"],
+        "softmax, 2,000 parameters, unknown": ["4"],
+    }
+
+
 def test_flags_tell_groups_apart_and_layers_name_them():
     rows = [
         row("train.sh softmax", 1),
