@@ -10,6 +10,8 @@ from typing import Callable, Iterable, Sequence
 
 from mixtape_plugin.errors import UserError
 
+DEVICES = ("/dev/", "/proc/")  # such as /dev/stdout, which may lead to a file
+
 
 def read_lines(path: str | Path) -> list[str]:
     """The lines of a UTF-8 file with their ends; only \\n is one, for BLEU counts lines.
@@ -31,6 +33,23 @@ def read_lines(path: str | Path) -> list[str]:
     return lines
 
 
+def check_outputs(outputs: dict, inputs: Iterable[str | Path] = ()) -> None:
+    """Raises UserError where an option would write over a file that is read, or over another output.
+
+    Args:
+        outputs: option -> path, or None where it is not given.
+        inputs: what is read.
+    """
+    taken = {os.path.realpath(path): f"{path} is read, too" for path in inputs}
+    for option, path in outputs.items():
+        if path is None or os.path.abspath(path).startswith(DEVICES):
+            continue
+        place = os.path.realpath(path)
+        if place in taken:
+            raise UserError(f"{option} {path} is not allowed, as {taken[place]}: choose another name")
+        taken[place] = f"{option} names it"
+
+
 def write_whole(path: str | Path, write: Callable[[Path], None]) -> None:
     """Calls ``write`` with a temporary path beside ``path``, of the same ending, and moves the result into place.
 
@@ -41,7 +60,7 @@ def write_whole(path: str | Path, write: Callable[[Path], None]) -> None:
     """
     place = Path(os.path.realpath(path))
     part = place.parent / f".{place.stem}.part{Path(path).suffix}"
-    device = os.path.abspath(path).startswith(("/dev/", "/proc/"))  # such as /dev/stdout, which may lead to a file
+    device = os.path.abspath(path).startswith(DEVICES)
     try:
         if device or os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
             write(Path(path))

@@ -318,9 +318,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--top", type=int, default=5, metavar="K", help="how many words (default: %(default)s)")
     command.add_argument("--at", nargs="+", default=[], metavar="LINE:WORD", help="positions, both from 1")
     command.add_argument("--random", type=int, default=0, metavar="N", help="as many positions, drawn from --seed")
-    command.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+    command.add_argument("--seed", type=int, help="of --random (default: 1)")
     command.add_argument("--search", nargs=2, metavar=("A", "B"), help="where A's loss is lowest beside B's, two DIRs")
-    command.add_argument("--search-count", type=int, default=6, metavar="N", help="how many (default: %(default)s)")
+    command.add_argument("--search-count", type=int, metavar="N", help="of --search (default: 6)")
     command.add_argument("--paper", action="store_true", help="the 18 positions of the papers in PTB's test text")
     command = commands.choices["similarity"]
     command.add_argument("--pairs", required=True, type=Path, metavar="FOLDER", help=".txt files 'word word score'")
@@ -336,6 +336,11 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name, None)
         if value is not None:
             check_values(args, {name: (value >= least, f"at least {least}")})
+    for name, of, default in (("seed", "random", 1), ("search_count", "search", 6)):
+        if getattr(args, name, None) is None:
+            setattr(args, name, default)
+        elif not getattr(args, of):
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} needs --{of}")
     for folder in args.folders:
         find_checkpoint(folder, args.checkpoint)
         if args.command not in LEAVE_NOTHING and not os.access(folder, os.W_OK):

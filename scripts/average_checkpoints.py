@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 import mixtape_plugin
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import write_whole
+from mixtape_plugin.files import check_outputs, write_whole
 
 PATTERNS = {"epochs": re.compile(r"checkpoint(\d+)\.pt"), "updates": re.compile(r"checkpoint_\d+_(\d+)\.pt")}
 
@@ -109,9 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--inputs", nargs="+", metavar="FILE", help="the checkpoints")
     which.add_argument("--last", nargs=2, metavar=("N", "DIR"), help="the last N checkpoints of a training's folder")
-    parser.add_argument(
-        "--by", choices=list(PATTERNS), default="epochs", help="--last: checkpoints of epochs (default) or of updates"
-    )
+    parser.add_argument("--by", choices=list(PATTERNS), help="--last: checkpoints of epochs (default) or of updates")
     parser.add_argument("--output", required=True, metavar="FILE", help="the checkpoint to write")
     args = parser.parse_args(argv)
     mixtape_plugin.register()  # which repairs fairseq's loading of checkpoints
@@ -121,11 +119,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         count, folder = args.last
         if not re.fullmatch(r"-?\d+", count):
             raise UserError(f"--last {count} is not allowed: a whole number, then a folder")
-        paths = last_checkpoints(folder, int(count), args.by)
+        paths = last_checkpoints(folder, int(count), args.by or "epochs")
+    elif args.by:
+        raise UserError(f"--by {args.by} needs --last: --inputs names the checkpoints")
     if not args.output or os.path.isdir(args.output):
         raise UserError(f"--output '{args.output}' is not allowed: the name of a file")
-    if os.path.exists(args.output) and any(os.path.exists(p) and os.path.samefile(p, args.output) for p in paths):
-        raise UserError(f"--output {args.output} is one of the checkpoints to average: choose another name")
+    check_outputs({"--output": args.output}, paths)
     state = average(paths)
     try:
         write_whole(args.output, lambda part: save(state, part))

@@ -31,6 +31,7 @@ from mixtape_plugin.evaluation.cache_pointer import (
     predict_text,
 )
 from mixtape_plugin.evaluation.command_line import (
+    check_search,
     device,
     evaluation_parser,
     progress_bar,
@@ -57,11 +58,11 @@ def parse_args(argv: Sequence[str] | None) -> Namespace:
     grids = {"weights": (float, WEIGHTS), "thetas": (float, THETAS), "windows": (int, None)}
     for name, (number, values) in grids.items():
         shown = " ".join(map(str, values or "100 500 2000, wikitext2 500 2000 3785".split()))
-        parser.add_argument(
-            f"--{name}", type=number, nargs="+", default=values, help=f"grid of --search (default: {shown})"
-        )
+        parser.add_argument(f"--{name}", type=number, nargs="+", help=f"grid of --search (default: {shown})")
     args = parser.parse_args(argv)
+    check_search(args, grids, {"weight": "weights", "theta": "thetas", "window": "windows"})
     take_paper_settings(args, PAPER_SETTINGS)
+    args.weights, args.thetas = args.weights or WEIGHTS, args.thetas or THETAS
     args.windows = args.windows or WINDOWS[args.dataset]
     check(args)
     return args

@@ -2,7 +2,7 @@
 """One table of several trainings, out of their own logs and score files, as Markdown and CSV.
 
     python scripts/collect_results.py checkpoints/wmt14_en_de.* --csv results.csv --plot results.png
-    python scripts/collect_results.py examples/ptb/results/*.csv checkpoints/ptb.* --groups --baseline softmax
+    python scripts/collect_results.py examples/ptb/results/runs.csv checkpoints/ptb.* --groups
     python scripts/collect_results.py --page docs/results.md
     python scripts/collect_results.py checkpoints/ptb.* --baseline softmax
     python scripts/collect_results.py checkpoints/ptb.* --correlate rank "test ppl" --scatter correlation.png
@@ -74,7 +74,7 @@ from mixtape_plugin.analysis.statistics import (
     rename,
 )
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import read_lines, write_csv, write_whole
+from mixtape_plugin.files import check_outputs, read_lines, write_csv, write_whole
 
 PICTURES = (".png", ".pdf", ".svg")
 BLOCK = "<!-- collect_results.py "
@@ -116,6 +116,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     if args.page:
+        given = [name for name, value in vars(args).items() if value and name != "page"]
+        if given:
+            raise UserError(f"--page {args.page} stands alone: leave out {given[0].replace('_', '-')}")
         write_page(args.page)
     else:
         print(report(args), end="")
@@ -166,6 +169,10 @@ def check(args: argparse.Namespace) -> None:
     if args.name and not (args.groups or args.baseline or args.groups_csv or args.plot):
         raise UserError(f"--name {shlex.join(args.name[0])} needs --groups, --baseline, --groups-csv or --plot")
 
+    outputs = {"--markdown": args.markdown, "--csv": args.csv, "--groups-csv": args.groups_csv, **pictures}
+    check_outputs(outputs, [path for path in args.folders if path.endswith(".csv") and path != str(args.csv)])
+    if str(args.csv) in args.folders and (args.where or args.without):
+        raise UserError(f"--csv {args.csv} is read, too, and would lose rows by --where and --without: choose another")
     if not args.folders:
         raise UserError("no training is given: name folders that train.sh wrote, or CSV files of --csv")
 

@@ -14,6 +14,7 @@ to search.csv and search.png in --out, and scores the test text with the best.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from argparse import Namespace
@@ -26,6 +27,7 @@ from fairseq.tasks import FairseqTask
 from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.evaluation import grid_search
 from mixtape_plugin.evaluation.command_line import (
+    check_search,
     device,
     evaluation_parser,
     progress_bar,
@@ -60,6 +62,9 @@ def parse_args(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--decays", type=float, nargs="+", help="grid of --search (default: λ times the same)")
     parser.add_argument("--search-tokens", type=int, help="search on so many first tokens (default: all)")
     args = parser.parse_args(argv)
+    given = {"learning_rate": "learning_rates", "decay": "decays"}  # of which the grid is made where it is not given
+    chosen = {name: grid for name, grid in given.items() if getattr(args, grid) is not None}
+    check_search(args, ("learning_rates", "decays", "search_tokens"), chosen)
     take_paper_settings(args, PAPER_SETTINGS)
     args.learning_rates = args.learning_rates or [factor * args.learning_rate for factor in FACTORS]
     args.decays = args.decays or [factor * args.decay for factor in FACTORS]
@@ -138,6 +143,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             model, task, args.subset, statistics, args.learning_rate, args.decay, args.epsilon, args.segment_length,
             progress=bar.update,
         )  # fmt: skip
+    if math.isinf(dynamic.perplexity):
+        raise UserError(
+            f"dynamic evaluation diverged after {dynamic.tokens:,} of {tokens:,} tokens: lower --learning-rate "
+            f"{args.learning_rate:g}"
+        )
     print(
         f"{args.subset}: {dynamic.tokens:,} tokens, dynamic perplexity {dynamic.perplexity:.3f} "
         f"(learning rate {args.learning_rate:g}, decay {args.decay:g}, epsilon {args.epsilon:g}, "

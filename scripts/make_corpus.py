@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
+import tempfile
 from itertools import product
 from pathlib import Path
 from typing import Sequence
@@ -101,14 +101,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.out.exists():
         raise UserError(f"--out {args.out} exists; choose a new folder, or remove it")
 
-    part = args.out.with_name(args.out.name + ".part")
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        write_corpus(part, args.seed, sizes)
-        os.replace(part, args.out)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{args.out.name}.", dir=args.out.parent) as part:
+            corpus = Path(part, "corpus")
+            corpus.mkdir()
+            write_corpus(corpus, args.seed, sizes)
+            os.replace(corpus, args.out)
     except OSError as error:
         raise UserError(f"--out {args.out} cannot be written: {error.strerror}") from None
+    except MemoryError:
+        raise UserError("--train, --valid and --test are more sentences than fit in memory") from None
     print(f"{args.out}: " + ", ".join(f"{size:,} {split}" for split, size in sizes.items()) + " sentences")
 
 

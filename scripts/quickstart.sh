@@ -89,7 +89,9 @@ if [ ! -d "$text" ]; then
     for split in train valid test; do
       for lang in "${langs[@]}"; do
         [ -s "$data/$split.$lang" ] || die "--data $data: $split.$lang is missing or empty"
-        tr -d '\r' <"$data/$split.$lang" >"$text.part/raw.$split.$lang" # which some of the tools take for the end of a line
+        # without carriage returns, which some of the tools take for the end of a line
+        iconv -f UTF-8 -t UTF-8 "$data/$split.$lang" 2>/dev/null | tr -d '\r' >"$text.part/raw.$split.$lang" ||
+          die "--data $data: $split.$lang is not UTF-8 text"
       done
       # grep counts a last line without its newline, too, as fairseq does
       counts=$(for lang in "${langs[@]}"; do grep -c '' "$text.part/raw.$split.$lang"; done | sort -u | wc -l)

@@ -27,7 +27,7 @@ from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.utils import get_reference_files
 
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import read_lines, write_whole
+from mixtape_plugin.files import check_outputs, read_lines, write_whole
 
 
 def sentences(path: str) -> list[str]:
@@ -123,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--target-lang", required=True, metavar="LANG")
     parser.add_argument("--json", metavar="FILE", help="also write the scores here")
     args = parser.parse_args(argv)
+    texts = (args.hypotheses, args.references, args.lower_cased_tokens)
+    check_outputs({"--json": args.json}, [path for path in texts if path is not None])
 
     reference_files = [args.references]
     if args.test_set is not None:
@@ -136,13 +138,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.target_lang,
         args.test_set,
         args.source_lang,
-        sentences(args.lower_cased_tokens) if args.lower_cased_tokens else None,
+        sentences(args.lower_cased_tokens) if args.lower_cased_tokens is not None else None,
     )
 
     for row in results:
         before = f"  after {row['preprocessing']}" if row["preprocessing"] else ""
         print(f"{row['metric']:<32}{row['score']:6.2f}  {row['signature']}{before}")
-    if args.json:
+    if args.json is not None:
         try:
             text = json.dumps(results, indent=2) + "\n"
             write_whole(args.json, lambda part: part.write_text(text, encoding="utf-8"))

@@ -20,7 +20,7 @@ import start
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.evaluation.dialog_bleu import SIGNATURE, corpus_bleu
-from mixtape_plugin.files import read_lines, write_whole
+from mixtape_plugin.files import check_outputs, read_lines, write_whole
 
 
 def read_generated(path: Path) -> list:
@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--replies", type=Path, metavar="FILE", help="also write the replies, a line for each context")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the scores here")
     args = parser.parse_args(argv)
+    check_outputs({"--replies": args.replies, "--json": args.json}, [args.generated, args.references])
     try:
         replies, references = read_generated(args.generated), read_references(args.references)
         if len(replies) != len(references):

@@ -16,6 +16,7 @@ take_options() {
       exit
     elif [[ $1 = --* && $first = *"[$1 "* ]]; then
       [ $# -gt 1 ] && [[ $2 != --* ]] || die "$1 needs a value; see ${0##*/} --help"
+      [ -n "$2" ] || die "$1 is empty; see ${0##*/} --help"
       printf -v "$name" %s "$2"
       shift
     elif [[ $1 = --* && $first = *"[$1]"* ]]; then
@@ -35,6 +36,7 @@ evaluate_options() { # evaluate_options DATA ARGUMENT...: $save, and $data … $
   shift
   take_options "$@"
   [ -d "$save" ] || die "$save is no folder"
+  [ -w "$save" ] || die "$save cannot be written to, and scores belong there"
 }
 
 no_more() { # no_more ARGUMENT...: refuses what no option took
@@ -195,7 +197,7 @@ adapt() { # adapt DATASET FLAG...: the test text by --dynamic and --cache with t
   shift
   for script in ${dynamic:+dynamic_evaluation} ${cache:+cache_pointer}; do
     python "$root/scripts/$script.py" "$data" --path "$save/checkpoint_best.pt" --dataset "$dataset" --subset test "$@" |
-      tee "$save/$script.txt.part"
+      tee "$save/$script.txt.part" || { rm -f "$save/$script.txt.part"; exit 1; }
     mv "$save/$script.txt.part" "$save/$script.txt"
   done
 }

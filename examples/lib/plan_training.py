@@ -85,7 +85,8 @@ def has_value(option: str) -> bool:
 def parse_options(arguments: Sequence[str], names: Sequence[str]) -> Tuple[Options, List[str]]:
     """Values of the options called `names`, and what remains, which is fairseq-train's.
 
-    An option that is not given is None; one without a value is True. Raises ValueError where a value is missing.
+    An option that is not given is None; one without a value is True. Raises ValueError where a value is missing or
+    empty.
     """
     values: Options = dict.fromkeys(names)
     extra, remaining = [], iter(arguments)
@@ -99,6 +100,8 @@ def parse_options(arguments: Sequence[str], names: Sequence[str]) -> Tuple[Optio
             values[name] = value if equals else next(remaining, "--")
             if not equals and values[name].startswith("--"):  # the next option, not a value
                 raise ValueError(f"--{name} needs a value; see train.sh --help")
+            if not values[name]:
+                raise ValueError(f"--{name} is empty; see train.sh --help")
     return values, extra
 
 

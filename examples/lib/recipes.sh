@@ -21,6 +21,7 @@ options() { # options "NAME..." ARGUMENT...: $NAME of each --NAME VALUE
     case $1 in -h | --help) echo "$usage"; exit ;; esac
     [[ $1 = --* && $names = *" ${1#--} "* ]] || die "unknown option $1; see prepare.sh --help"
     [ $# -gt 1 ] && [[ $2 != --* ]] || die "$1 needs a value; see prepare.sh --help"
+    [ -n "$2" ] || die "$1 is empty; see prepare.sh --help"
     printf -v "${1#--}" %s "$2"
     shift 2
   done

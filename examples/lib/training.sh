@@ -35,6 +35,7 @@ fairseq_train() {
   fi
   command -v "$1" >/dev/null || die "$1 is not installed; scripts/setup.sh sets up all that is needed"
   mkdir -p "$save"
+  [ -w "$save" ] || die "--save $save cannot be written to"
   [ "${SLURM_PROCID:-0}" = 0 ] || log=/dev/null # of several tasks of srun the first keeps the log
   { echo "train.sh: commit $(commit), on $(hardware), command $command"; "$@"; } 2>&1 | tee -a "$log"
 }

@@ -233,7 +233,9 @@ def read_rows(path: str | Path) -> list:
         UserError: the file cannot be read, or is none of those.
     """
     text = read(Path(path))
-    lines = list(csv.DictReader((text or "").splitlines()))
+    if text is None:
+        raise UserError(f"{path} does not exist: give a folder that train.sh wrote, or a table of --csv")
+    lines = list(csv.DictReader(text.splitlines()))
     later = {"precision", "hardware"}  # columns that earlier tables lack
     if not lines or not {"folder", *COMMON, *RUN, "command", CURVE} - later <= {*lines[0]}:
         raise UserError(f"{path} is no table of trainings: give one that collect_results.py --csv wrote")

@@ -10,6 +10,8 @@ from typing import Iterable
 import torch
 from tqdm import tqdm
 
+from mixtape_plugin.errors import UserError
+
 
 def evaluation_parser(
     description: str, datasets: Iterable[str], segment_length: int, segment_help: str, searched: str, out: str
@@ -44,6 +46,28 @@ def take_paper_settings(args: argparse.Namespace, settings: dict) -> None:
     for name, value in settings[args.dataset].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+
+
+def check_search(args: argparse.Namespace, grids: Iterable[str], chosen: dict) -> None:
+    """Raises UserError for an option that has no effect; before defaults are filled in.
+
+    Args:
+        grids: options that only ``--search`` looks at.
+        chosen: option -> its grid, which takes its place in ``--search``.
+    """
+    for name in grids:
+        if getattr(args, name) is not None and not args.search:
+            raise UserError(f"--{name.replace('_', '-')} {shown(getattr(args, name))} needs --search")
+    for name, grid in chosen.items():
+        if getattr(args, name) is not None and args.search:
+            raise UserError(
+                f"--{name.replace('_', '-')} {shown(getattr(args, name))} does not go with --search, which chooses it: "
+                f"give --{grid.replace('_', '-')}"
+            )
+
+
+def shown(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def device(args: argparse.Namespace) -> str:

@@ -354,6 +354,8 @@ def test_collected_columns(trained_language_models, capsys):
         ("predictions DATA DIR --top 14", "--top 14 is not allowed: at most 13, the tokens there are"),
         ("predictions DATA DIR --at 9", "--at 9 is not allowed: LINE:WORD, such as 124:25, both from 1"),
         ("predictions DATA DIR --search DIR no", "--search no is none of the folders: lm.softmax"),
+        ("predictions DATA DIR --seed 5", "--seed 5 needs --random"),
+        ("predictions DATA DIR --search-count 3", "--search-count 3 needs --search"),
         ("predictions DATA DIR --paper", "--paper: 124:25 is not in the text: it has lines 1 to 30"),
         ("similarity DATA DIR --pairs no", "--pairs no is no folder: give one of files 'word word score'"),
         ("similarity DATA DIR --pairs empty", "--pairs empty holds no .txt file: give a folder of files .*"),

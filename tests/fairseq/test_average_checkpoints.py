@@ -139,9 +139,14 @@ def test_refuses_parameters_tied_in_the_last_only(tmp_path):
 def test_refuses_to_overwrite_an_input(tmp_path):
     path = save(tmp_path / "checkpoint1.pt")
     before = Path(path).read_bytes()
-    with pytest.raises(UserError, match="is one of the checkpoints to average"):
+    with pytest.raises(UserError, match="is read, too: choose another name"):
         script.main(["--last", "1", str(tmp_path), "--output", f"{tmp_path}/../{tmp_path.name}/checkpoint1.pt"])
     assert Path(path).read_bytes() == before
+
+
+def test_refuses_a_kind_of_checkpoints_that_are_named(tmp_path):
+    with pytest.raises(UserError, match="--by updates needs --last: --inputs names the checkpoints"):
+        script.main(["--inputs", save(tmp_path / "1.pt"), "--by", "updates", "--output", str(tmp_path / "out.pt")])
 
 
 @pytest.mark.parametrize("output", ["", "."])

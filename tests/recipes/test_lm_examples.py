@@ -150,6 +150,7 @@ def test_prepare_refuses_mistakes(ptb_text, tmp_path):
         assert "--help" in mistake(example, "prepare.sh", "--form", "x")
         message = "prepare.sh: --workers is '0', allowed is a positive whole number"
         assert mistake(example, "prepare.sh", "--workers", 0) == message
+        assert mistake(example, "prepare.sh", "--out", "") == "prepare.sh: --out is empty; see prepare.sh --help"
     assert mistake("ptb", "prepare.sh", "--dict", "nowhere") == "prepare.sh: --dict nowhere is no file"
 
 
@@ -369,6 +370,10 @@ def test_dynamic_evaluation_and_cache(example, tmp_path):
         assert (args.data, args.path) == (str(tmp_path), f"{tmp_path}/checkpoint_best.pt")
         assert (args.dataset, args.subset, args.cpu) == (example, "test", True)
     assert len(printed) == 2
+    broken = stub(tmp_path / "broken", python="echo half a line; echo no memory >&2; exit 1")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert mistake(example, "evaluate.sh", tmp_path, *flags, MIXTAPE_VENV=broken) == "no memory"
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
 def test_train_and_evaluate_refuse_mistakes(tmp_path):

@@ -44,6 +44,9 @@ def test_options_and_what_remains_in_its_order():
     for seed in (["--bf16", "--seed"], ["--seed", "--bf16"]):
         with pytest.raises(ValueError, match="--seed needs a value; see train.sh --help"):
             plan_training.parse_options(seed, ["bf16", "seed"])
+    for save in (["--save", ""], ["--save="]):
+        with pytest.raises(ValueError, match="--save is empty; see train.sh --help"):
+            plan_training.parse_options(save, ["save"])
 
 
 def test_the_plan_of_a_layer(tmp_path):

@@ -31,7 +31,7 @@ def write_parallel(folder, **changed):
             text = "".join(f"{lang}a {lang}b {lang}{i % 5}\n" for i in range(20))
             text = changed.get(f"{split}_{lang}", text)
             if text is not None:
-                (folder / f"{split}.{lang}").write_text(text)
+                (folder / f"{split}.{lang}").write_text(text, "utf-8", "surrogateescape")
     return folder
 
 
@@ -184,6 +184,7 @@ def test_setup_takes_a_python_from_where_it_is_typed(tmp_path):
         ({"train_yy": None}, "two languages"),
         ({"valid_xx": None}, "valid.xx is missing or empty"),
         ({"test_yy": ""}, "test.yy is missing or empty"),
+        ({"valid_yy": "caf\udce9\n"}, "valid.yy is not UTF-8 text"),
         ({"test_yy": "one line\n"}, "differ in their number of lines"),
     ],
 )

@@ -334,6 +334,9 @@ def test_scores_and_signature(tmp_path, capsys):
     assert {row["signature"] for row in rows} == {"nhyps:2|nrefs:1-2|smooth:nltk-method7|orders:4,padded|scale:0-1"}
     printed = capsys.readouterr().out
     assert f"BLEU-1 precision  {expected.precision[0]:.4f}" in printed and "one reference" not in printed
+    for more in (["--replies", str(result)], ["--json", str(log)]):
+        with pytest.raises(UserError, match="is not allowed, as .*: choose another name"):
+            score_dialog.main([*args, *more])
     references.write_text("a\nc\n")
     score_dialog.main(args)
     assert "one reference for each context: not to be compared" in capsys.readouterr().out

@@ -467,6 +467,12 @@ def test_a_link_stays_one_and_a_pipe_is_written_to(folder, tmp_path):
             "test ppl, BLEU 13a, BLEU intl, BLEU 13a lower-cased, BLEU tokenized, chrF, tokens/s, s an epoch, wall s, "
             "precision, hardware, commit",
         ),
+        (["nowhere.csv"], "nowhere.csv does not exist: give a folder that train.sh wrote, or a table of --csv"),
+        (
+            ["run", "--csv=a.csv", "--markdown=a.csv"],
+            "--csv a.csv is not allowed, as --markdown names it: choose another name",
+        ),
+        (["--page", "page.md", "--csv", "a.csv"], "--page page.md stands alone: leave out csv"),
         (["--page", "nowhere.md"], "nowhere.md cannot be read: No such file or directory"),
         (["run", "--csv", "nowhere/a.csv"], "--csv nowhere/a.csv cannot be written: No such file or directory"),
         (["run", "--markdown", "run/x/a.md"], "--markdown run/x/a.md cannot be written: No such file or directory"),
@@ -483,3 +489,19 @@ def test_mistakes(args, sentence, folder, tmp_path, monkeypatch):
         collect_results.main(args)
     assert str(error.value) == sentence
     assert not list(tmp_path.glob("a.*"))
+
+
+def test_a_table_grows_but_loses_no_row(folder, tmp_path, monkeypatch):
+    """Rows are added to a file by naming it twice; --where would leave the others out of it."""
+    folder("run", train_log=start())
+    folder("other", train_log=start("softmax"))
+    monkeypatch.chdir(tmp_path)
+    collect_results.main(["run", "--csv", "rows.csv"])
+    collect_results.main(["rows.csv", "other", "--csv", "rows.csv"])
+    before = (tmp_path / "rows.csv").read_bytes()
+    assert len(read_rows("rows.csv")) == 2
+    with pytest.raises(UserError, match="--csv rows.csv is read, too, and would lose rows by --where and --without"):
+        collect_results.main(["rows.csv", "--where", "softmax", "--csv", "rows.csv"])
+    with pytest.raises(UserError, match="--markdown rows.csv is not allowed, as rows.csv is read, too"):
+        collect_results.main(["rows.csv", "--markdown", "rows.csv"])
+    assert (tmp_path / "rows.csv").read_bytes() == before

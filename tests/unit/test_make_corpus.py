@@ -57,6 +57,14 @@ def test_command_refuses_bad_options(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_folders_of_other_names_stay(tmp_path):
+    (tmp_path / "corpus.part").mkdir()
+    (tmp_path / "corpus.part" / "file").write_text("the user's")
+    make_corpus.main(["--out", str(tmp_path / "corpus"), "--train", "5", "--valid", "2", "--test", "2"])
+    assert (tmp_path / "corpus.part" / "file").read_text() == "the user's"
+    assert {path.name for path in tmp_path.iterdir()} == {"corpus", "corpus.part"}
+
+
 def test_words_differ():
     assert len(SOURCE) == make_corpus.SOURCE_WORDS and len(TARGET) == make_corpus.TARGET_WORDS
     assert not SOURCE.keys() & TARGET.keys()

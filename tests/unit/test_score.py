@@ -206,6 +206,17 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, content, message):
     assert not (tmp_path / "score.json").exists()
 
 
+def test_translations_are_not_written_over(tmp_path):
+    for name in ("hyp", "ref"):
+        (tmp_path / name).write_text("ein Satz\n")
+    files = ["--hypotheses", tmp_path / "hyp", "--references", tmp_path / "ref", "--json"]
+    (tmp_path / "link").symlink_to("hyp")
+    for name in ("hyp", "ref", "link"):
+        with pytest.raises(UserError, match=f"^--json {tmp_path}/{name} is not allowed, as .* is read, too"):
+            score_script.main(arguments(*files, tmp_path / name))
+    assert (tmp_path / "hyp").read_text() == "ein Satz\n"
+
+
 def test_a_folder_that_is_not_there(tmp_path):
     files = [write(tmp_path / "hyp", HYPOTHESES), "--references", write(tmp_path / "ref", REFERENCES)]
     with pytest.raises(UserError) as stop:
