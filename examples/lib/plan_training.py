@@ -322,6 +322,10 @@ def plan(recipe: argparse.Namespace, arguments: Sequence[str]) -> Variables:
         raise ValueError("--save-dir is not allowed, since train.log would stay behind: give --save")
     if options.get("small") and options.get("finetune"):
         raise ValueError("--small has no second stage")
+    if options.get("smoke") and options.get("max-tokens"):
+        raise ValueError(f"--max-tokens {options['max-tokens']} does not go with --smoke, whose updates are small ones")
+    if options.get("float32") and "--bf16" in extra:
+        raise ValueError("--float32 and --bf16 exclude each other")
     data, seed = options["data"] or recipe.data, options["seed"] or layer.settings.get("seed", "1")
     example = recipe.example + (".small" if options.get("small") else "")
     save = options["save"] or f"checkpoints/{example}.{name}.seed{seed}"
