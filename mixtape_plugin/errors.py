@@ -6,7 +6,9 @@ import os
 import re
 import sys
 import traceback
+from dataclasses import fields
 from numbers import Integral, Real
+from typing import get_args
 
 FULL_TRACEBACK = "MIXTAPE_TRACEBACK"
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
@@ -55,6 +57,18 @@ def check_type(options: object, name: str, kind: type, optional: bool = False) -
         return
     what = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}[kind]
     raise UserError(f"--{name.replace('_', '-')} {value!r} is not allowed: {what}")
+
+
+def check_types(options: object, config: type) -> None:
+    """Raises UserError for the first option whose value is not of its type; that comes from Python or a file alone.
+
+    Args:
+        options: has the values as attributes.
+        config: a dataclass of these options, whose default is None where a value may be.
+    """
+    for option in fields(config):
+        optional = option.default is None
+        check_type(options, option.name, get_args(option.type)[0] if optional else option.type, optional)
 
 
 def is_finite(value: object) -> bool:

@@ -33,14 +33,14 @@ def read_lines(path: str | Path) -> list[str]:
     return lines
 
 
-def check_outputs(outputs: dict, inputs: Iterable[str | Path] = ()) -> None:
+def check_outputs(outputs: dict, inputs: Iterable[str | Path | None] = ()) -> None:
     """Raises UserError where an option would write over a file that is read, or over another output.
 
     Args:
         outputs: option -> path, or None where it is not given.
-        inputs: what is read.
+        inputs: what is read; None counts for nothing here, too.
     """
-    taken = {os.path.realpath(path): f"{path} is read, too" for path in inputs}
+    taken = {os.path.realpath(path): f"{path} is read, too" for path in inputs if path is not None}
     for option, path in outputs.items():
         if path is None or os.path.abspath(path).startswith(DEVICES):
             continue

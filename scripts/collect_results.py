@@ -170,8 +170,10 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--name {shlex.join(args.name[0])} needs --groups, --baseline, --groups-csv or --plot")
 
     outputs = {"--markdown": args.markdown, "--csv": args.csv, "--groups-csv": args.groups_csv, **pictures}
-    check_outputs(outputs, [path for path in args.folders if path.endswith(".csv") and path != str(args.csv)])
-    if str(args.csv) in args.folders and (args.where or args.without):
+    tables = [path for path in args.folders if path.endswith(".csv")]
+    grows = [path for path in tables if args.csv and os.path.realpath(path) == os.path.realpath(args.csv)]
+    check_outputs(outputs, [path for path in tables if path not in grows])
+    if grows and (args.where or args.without):
         raise UserError(f"--csv {args.csv} is read, too, and would lose rows by --where and --without: choose another")
     if not args.folders:
         raise UserError("no training is given: name folders that train.sh wrote, or CSV files of --csv")

@@ -123,8 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--target-lang", required=True, metavar="LANG")
     parser.add_argument("--json", metavar="FILE", help="also write the scores here")
     args = parser.parse_args(argv)
-    texts = (args.hypotheses, args.references, args.lower_cased_tokens)
-    check_outputs({"--json": args.json}, [path for path in texts if path is not None])
+    check_outputs({"--json": args.json}, [args.hypotheses, args.references, args.lower_cased_tokens])
 
     reference_files = [args.references]
     if args.test_set is not None:

@@ -1,4 +1,4 @@
-"""Binarized data: read with any numpy, named where it is damaged, nothing skipped, batches that survive a resume."""
+"""Data: read with any numpy, named where damaged, nothing skipped, batches that survive a resume, and a last one."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from fairseq.models import (
 from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 
-from mixtape_plugin.errors import UserError, check_type, check_values
+from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.models.options import add_options, complete_options
 from mixtape_plugin.modules.embedding_dropout import embed_with_dropout
 from mixtape_plugin.modules.locked_dropout import locked_dropout
@@ -67,9 +67,6 @@ def parse_hidden_sizes(hidden_sizes: Union[str, int]) -> List[int]:
 def check_options(args: Namespace) -> None:
     """Raises UserError for the first of the network's options whose value is not allowed."""
     rates = ("dropout", "input_dropout", "hidden_dropout", "embedding_dropout", "weight_dropout")
-    for name in (*rates, "embedding_noise"):
-        check_type(args, name, float)
-    check_type(args, "embed_dim", int)
     allowed = {name: (0 <= getattr(args, name) < 1, "from 0 to less than 1") for name in rates}
     allowed["embedding_noise"] = (args.embedding_noise >= 0, "0 or more")
     check_values(args, {"embed_dim": (args.embed_dim >= 1, "at least 1"), **allowed})

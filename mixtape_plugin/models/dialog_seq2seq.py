@@ -22,7 +22,7 @@ from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
-from mixtape_plugin.errors import UserError, check_type, check_values
+from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.models.options import add_options, complete_options
 from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer, check_dictionary
 
@@ -53,9 +53,6 @@ class DialogSeq2SeqConfig:
 def check_options(args: Namespace) -> None:
     """Raises UserError for the first of the network's options whose value is not allowed."""
     sizes = ("embed_dim", "utterance_hidden_size", "context_hidden_size", "decoder_hidden_size")
-    for name in sizes:
-        check_type(args, name, int)
-    check_type(args, "dropout", float)
     check_values(
         args,
         {

@@ -8,6 +8,7 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from omegaconf import DictConfig, OmegaConf
 
+from mixtape_plugin.errors import check_types
 from mixtape_plugin.output_layers import OUTPUT_IMPLS, OUTPUT_LAYERS
 
 
@@ -30,6 +31,8 @@ def copy_of(f: Field) -> Field:
 def complete_options(args: Union[Namespace, DictConfig], *configs: type) -> Namespace:
     """The options that fairseq hands to a model, as a Namespace, with the dataclasses' defaults for those missing.
 
+    Raises UserError for a value of another type, which a yaml file or --model-overrides may have.
+
     Args:
         args: a Namespace of fairseq-train, which is changed, or an omegaconf tree of fairseq-hydra-train.
     """
@@ -37,5 +40,9 @@ def complete_options(args: Union[Namespace, DictConfig], *configs: type) -> Name
         args = Namespace(**OmegaConf.to_container(args))
     for config in configs:
         for name, default in vars(config()).items():
-            setattr(args, name, getattr(args, name, default))
+            value = getattr(args, name, default)
+            if isinstance(default, str) and isinstance(value, int):  # --hidden-sizes of one layer, in a yaml file
+                value = str(value)
+            setattr(args, name, value)
+        check_types(args, config)
     return args

@@ -124,7 +124,6 @@ def check_options(args: Namespace) -> None:
         if hasattr(args, name):
             check_type(args, name, float)
             check_values(args, {name: (0 <= getattr(args, name) <= 1, "from 0 to 1")})
-    check_type(args, "max_relative_position", int)
     for side in ("encoder", "decoder"):
         width, heads = getattr(args, f"{side}_embed_dim", 0), getattr(args, f"{side}_attention_heads", 1)
         if heads < 1 or width % heads:

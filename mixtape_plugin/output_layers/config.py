@@ -1,9 +1,9 @@
 """The options of every output layer."""
 
-from dataclasses import dataclass, field, fields
-from typing import Optional, get_args
+from dataclasses import dataclass, field
+from typing import Optional
 
-from mixtape_plugin.errors import check_type, check_values
+from mixtape_plugin.errors import check_types, check_values
 
 OUTPUT_IMPLS = ("auto", "eager", "fused")
 
@@ -68,9 +68,7 @@ class OutputLayerConfig:
     def check(self) -> None:
         """Raises UserError for the first option whose value is not allowed, whatever the layer; or of another type,
         which comes from Python alone."""
-        for option in fields(self):
-            optional = option.default is None
-            check_type(self, option.name, get_args(option.type)[0] if optional else option.type, optional)
+        check_types(self, type(self))
         allowed = {
             "num_components": (self.num_components >= 1, "at least 1"),
             "output_embed_dim": (self.output_embed_dim is None or self.output_embed_dim >= 1, "at least 1"),

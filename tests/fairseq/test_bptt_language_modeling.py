@@ -446,6 +446,22 @@ def test_characters_without_lines(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "override, sentence",
+    [
+        ({"dropout": "x"}, "--dropout 'x' is not allowed: a number"),
+        ({"embed_dim": 2.5}, "--embed-dim 2.5 is not allowed: a whole number"),
+        ({"untie_embeddings": None}, "--untie-embeddings None is not allowed: True or False"),
+    ],
+)
+def test_values_of_another_type_are_refused(override, sentence, text, tmp_path):
+    """As --model-overrides or a yaml file may have them."""
+    args = options.parse_args_and_arch(options.get_training_parser(), list(map(str, lm_args(text, tmp_path))))
+    vars(args).update(override)
+    with pytest.raises(UserError, match=f"^{sentence}$"):
+        tasks.setup_task(args).build_model(args)
+
+
+@pytest.mark.parametrize(
     "option, value, allowed",
     [
         ("--tokens-per-sample", 0, "at least 1"),

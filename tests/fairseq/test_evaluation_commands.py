@@ -66,7 +66,10 @@ COMMANDS = {
             ("--search --decays 1 -1", "is not allowed: 0 or more, each"),
             ("--decays 1", "--decays 1.0 needs --search"),
             ("--search-tokens 5", "--search-tokens 5 needs --search"),
-            ("--search --decay 1 --decays 1 2", "--decay 1.0 does not go with --search, .*: give --decays"),
+            (
+                "--search --decay 1 --decays 1 2",
+                "--decay 1.0 does not go with --search, which chooses it",
+            ),
             ("data:more --epsilon 1", "is not allowed: one folder, since the gradients are of the whole training text"),
         ],
     ),
@@ -174,8 +177,7 @@ def test_command_refuses_bad_input(name, trained, data, tmp_path):
         ([str(tmp_path / "nowhere"), "--path", trained.path], "nowhere does not exist"),
         ([str(data), "--path", trained.path], "dict"),
     ]:
-        pattern = ".*".join(map(re.escape, message.split(".*")))
-        with pytest.raises(UserError, match=pattern) as error:
+        with pytest.raises(UserError, match=re.escape(message)) as error:
             script.main(options)
         assert "\n" not in str(error.value)
     with pytest.raises(FileNotFoundError, match="Dataset not found: nosuch"):  # fairseq's sentence

@@ -497,7 +497,7 @@ def test_a_table_grows_but_loses_no_row(folder, tmp_path, monkeypatch):
     folder("other", train_log=start("softmax"))
     monkeypatch.chdir(tmp_path)
     collect_results.main(["run", "--csv", "rows.csv"])
-    collect_results.main(["rows.csv", "other", "--csv", "rows.csv"])
+    collect_results.main([f"{tmp_path}/rows.csv", "other", "--csv", "rows.csv"])
     before = (tmp_path / "rows.csv").read_bytes()
     assert len(read_rows("rows.csv")) == 2
     with pytest.raises(UserError, match="--csv rows.csv is read, too, and would lose rows by --where and --without"):
