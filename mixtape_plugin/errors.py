@@ -68,7 +68,9 @@ def check_types(options: object, config: type) -> None:
     """
     for option in fields(config):
         optional = option.default is None
-        check_type(options, option.name, get_args(option.type)[0] if optional else option.type, optional)
+        kind = get_args(option.type)[0] if optional else option.type
+        if kind in (bool, int, float, str):  # fairseq's choices are none of them
+            check_type(options, option.name, kind, optional)
 
 
 def is_finite(value: object) -> bool:
