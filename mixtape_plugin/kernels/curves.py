@@ -101,7 +101,8 @@ class PiecewiseLinear(Curve):
     def place(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """i and r of the docstring."""
         u = (scores + self.limit) / self.width
-        index = u.detach().long().clamp_(0, self.pieces - 1)  # towards zero, which is down where it is not clamped
+        # Towards zero, which is down where it is not clamped; before that no larger than an integer can be.
+        index = u.detach().clamp(max=self.pieces).long().clamp_(0, self.pieces - 1)
         return index, u - index
 
     def value(self, scores: Tensor) -> Tensor:

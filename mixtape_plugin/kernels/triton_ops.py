@@ -153,7 +153,7 @@ def map_scores(
         return value, slope, x.to(tl.int64), x
     else:
         u = (scores + first) / second
-        index = tl.minimum(tl.maximum(u.to(tl.int64), 0), pieces - 1)
+        index = tl.minimum(tl.maximum(tl.minimum(u, pieces).to(tl.int64), 0), pieces - 1)  # no larger than an integer
         r = u - index.to(ACC)
         slope = tl.load(slopes + index)
         return tl.load(offsets + index) + second * r * slope, slope, index, r

@@ -71,7 +71,11 @@ class RelativeMultiheadAttention(MultiheadAttention):
         if attn_mask is not None:
             logits = logits + attn_mask
         if key_padding_mask is not None:
-            logits = logits.masked_fill(key_padding_mask[:, None, None, :].to(torch.bool), float("-inf"))
+            padding = key_padding_mask[:, None, None, :].to(torch.bool)
+            forbidden = padding if attn_mask is None else padding | attn_mask.isneginf()
+            # Padding that comes first has nothing else to look at; without it NaN would spread.
+            blind = forbidden.all(-1, keepdim=True)
+            logits = logits.masked_fill(padding & ~blind, float("-inf"))
         weights_float = torch.softmax(logits, dim=-1, dtype=precise)
         weights = self.dropout_module(weights_float)
 

@@ -227,14 +227,17 @@ class OutputLayer(nn.Module):
         if features.shape[:-1] != target.shape:
             raise ValueError(f"features {list(features.shape)} need one target each, not {list(target.shape)}")
         impl = self.config.output_impl
-        if impl == "eager" or (impl == "auto" and not self.has_fused_loss()):
+        eager = impl == "eager" or (impl == "auto" and not self.has_fused_loss())
+        if eager and self.has_locked_dropout:  # its masks are of whole sequences
             return self.eager_loss(features, target, label_smoothing, ignore_index)
         smoothing = Smoothing.over(predictable, label_smoothing)
         leading, counted = target.shape, target.flatten().ne(ignore_index)
         index = None if counted.all() else counted.nonzero().squeeze(1)  # asked of the GPU once for all
         target = rows(target, leading, index)
-        if not self.has_locked_dropout:  # its masks are of whole sequences; else contexts of what counts are enough
+        if not self.has_locked_dropout:  # contexts of what counts are enough
             features, index = rows(features, leading, index), None
+        if eager:
+            return self.eager_loss(features, target, label_smoothing, ignore_index)
         return self.fused_loss(features, target, index, smoothing)
 
     def fused_loss(

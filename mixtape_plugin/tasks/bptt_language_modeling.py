@@ -170,10 +170,10 @@ class BpttLanguageModelingTask(LanguageModelingTask):
         return model
 
     def build_criterion(self, cfg: DictConfig, *args, **kwargs) -> FairseqCriterion:
-        if cfg._name == "label_smoothed_cross_entropy" and cfg.label_smoothing > 0:
+        if cfg._name == "label_smoothed_cross_entropy":  # without smoothing, too, where its loss is 0 · ∞
             raise UserError(
-                f"--label-smoothing {cfg.label_smoothing} of --criterion label_smoothed_cross_entropy gives mass to "
-                "symbols that cannot be predicted: use --criterion awd_lstm_cross_entropy"
+                "--criterion label_smoothed_cross_entropy gives mass to symbols that cannot be predicted: "
+                "use --criterion output_layer_cross_entropy or awd_lstm_cross_entropy"
             )
         return super().build_criterion(cfg, *args, **kwargs)
 

@@ -708,8 +708,9 @@ def test_an_epoch_without_its_end_is_refused(text, tmp_path):
         run("train", *lm_args(text, tmp_path, "--skip-remainder-batch", "--update-freq", 4))
 
 
-def test_stock_label_smoothing_is_refused(text, tmp_path):
-    more = ["--criterion", "label_smoothed_cross_entropy", "--label-smoothing", 0.1]
+@pytest.mark.parametrize("smoothing", [[], ["--label-smoothing", 0.1]])
+def test_stock_label_smoothing_is_refused(smoothing, text, tmp_path):
+    more = ["--criterion", "label_smoothed_cross_entropy", *smoothing]
     args = [arg for arg in lm_args(text, tmp_path, *more)]
     with pytest.raises(UserError, match="gives mass to symbols that cannot be predicted"):
         run("train", *args)

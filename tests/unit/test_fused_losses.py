@@ -185,6 +185,20 @@ def test_few_and_no_targets(case, shape, ignored):
         assert all((value == 0).all() for value in actual.values())
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@each_case
+def test_what_does_not_count_does_not_matter(case, bad):
+    layer = build(case)
+    features, target = random_batch(layer, 2, 3, ignored=(4,))
+    expected = by_formula(layer, features.flatten(0, 1)[[0, 1, 2, 3, 5]], target.flatten()[[0, 1, 2, 3, 5]])
+    features[1, 1, 2] = bad
+    for tested in layer, twin(layer):
+        actual = loss_and_gradients(tested, features, target, ignore_index=PAD)
+        assert (actual["features"][1, 1] == 0).all()
+        actual["features"] = actual["features"].flatten(0, 1)[[0, 1, 2, 3, 5]]
+        assert_same(actual, expected)
+
+
 @pytest.mark.parametrize("impl", ["fused", "auto"])
 @each_case
 def test_gradcheck(case, impl):

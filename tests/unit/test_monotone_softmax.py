@@ -107,6 +107,18 @@ def test_plif_of_two_pieces_by_hand():
     assert slope.tolist() == [0.5, 0.5, 0.5, 3, 3, 3, 3]  # on a knot: of the piece above it
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_plif_goes_on_as_on_its_end_pieces_however_far(dtype):
+    """Beyond 2^63 pieces, too, where a number is too large for an integer."""
+    curve = PiecewiseLinear(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=dtype), limit=2.0)
+    scores = torch.tensor([-1e30, -1e19, -1e15, 1e15, 1e19, 1e30], dtype=dtype)
+    slopes = torch.tensor([1.0, 1.0, 1.0, 4.0, 4.0, 4.0], dtype=dtype)
+    torch.testing.assert_close(curve.value(scores) / scores, slopes)
+    curve.begin(dtype, False)
+    found, _ = curve.map_(scores)
+    assert torch.equal(found, slopes)
+
+
 def test_sigsoftmax_is_gss_to_the_last_bit():
     features, target = batch()
     for impl in "eager", "fused":

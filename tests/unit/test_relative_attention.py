@@ -112,6 +112,25 @@ def test_padding_changes_nothing():
     torch.testing.assert_close(attend(attention, padded, key_padding_mask=padding)[2:], attend(attention, x))
 
 
+def test_padding_on_the_left_of_a_causal_text():
+    """Its queries have padding alone to look at: no NaN comes of it, in the next layer neither, nor in gradients."""
+    first, second = build(), build()
+    x = torch.randn(LENGTH, 1, WIDTH, dtype=torch.float64)
+    padded = torch.cat([torch.randn(2, 1, WIDTH, dtype=torch.float64), x]).requires_grad_()
+    padding = torch.tensor([[True] * 2 + [False] * LENGTH])
+    wide = torch.full((LENGTH + 2, LENGTH + 2), float("-inf"), dtype=torch.float64).triu(1)
+
+    def through(x, **options):
+        return attend(second, attend(first, x, **options), **options)
+
+    actual = through(padded, attn_mask=wide, key_padding_mask=padding)
+    assert actual.isfinite().all()
+    torch.testing.assert_close(actual[2:], through(x, attn_mask=future_mask()))
+    gradients = torch.autograd.grad(actual[2:].sum(), [padded, *first.parameters(), *second.parameters()])
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert (gradients[0][:2] == 0).all()
+
+
 def test_dropout_is_of_a_weight_wherever_it_is_used():
     """z_i = Σ_j m_ij α_ij (v_j + a^V_d) with one mask m, by loops."""
     attention = RelativeMultiheadAttention(WIDTH, HEADS, CLIP, dropout=0.5).double()

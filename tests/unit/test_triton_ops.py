@@ -283,6 +283,19 @@ def test_softmax_of_a_curve_with_wrong_targets_and_numbers():
             assert nll[2].isnan() and logits[2].isnan().all()
 
 
+def test_pieces_of_scores_too_large_for_an_integer():
+    """They lie on the end pieces, so that log p is their slope times a score, but for a number that is far smaller."""
+    for large in 1e19, 1e30:
+        for sign in 1, -1:
+            curve = make_curve("pieces")
+            curve.begin(torch.float64, False)
+            curve.tables = to_device(*curve.tables)
+            scores = torch.tensor([[0.0, sign * large]], dtype=torch.float64, device=DEVICE)
+            unlikely = torch.tensor([0 if sign > 0 else 1], device=DEVICE)
+            nll, _ = ops.curve_softmax_minus_label_(scores, None, unlikely, curve, 1.0, 0.0, None)
+            assert nll.item() / large == pytest.approx(curve.slopes[-1 if sign > 0 else 0].item(), rel=1e-12)
+
+
 # ---------------------------------------------------------------------------------------------- mixture of softmaxes
 
 
