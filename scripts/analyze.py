@@ -306,9 +306,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             "--checkpoint", metavar="NAME", help="of each DIR (default: average.pt or checkpoint_best.pt)"
         )
         command.add_argument("--out", type=Path, default=Path(f"{name}_run"), help="folder (default: %(default)s)")
+        command.add_argument("--cpu", action="store_true", help="use the CPU where there is a GPU, too")
         if name != "similarity":
             command.add_argument("--subset", default="test", help="split to read (default: %(default)s)")
-            command.add_argument("--cpu", action="store_true", help="use the CPU where there is a GPU, too")
     command = commands.choices["rank"]
     command.add_argument("--contexts", type=int, metavar="N", help="the first N alone that --batch-size columns give")
     command.add_argument(
@@ -341,8 +341,15 @@ def check(args: argparse.Namespace) -> None:
             setattr(args, name, default)
         elif not getattr(args, of):
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} needs --{of}")
+    chosen = {folder: find_checkpoint(folder, args.checkpoint) for folder in args.folders}
+    for folder, checkpoint in chosen.items():
+        print(f"reading {checkpoint}", file=sys.stderr)
+        last = folder / "checkpoint_last.pt"
+        if checkpoint.name == "average.pt" and last.is_file() and last.stat().st_mtime > checkpoint.stat().st_mtime:
+            print(f"warning: {last} is newer: the average is of an earlier training, or its beginning", file=sys.stderr)
+    if len({checkpoint.name for checkpoint in chosen.values()}) > 1:
+        print("warning: averages beside single checkpoints: --checkpoint NAME takes one kind", file=sys.stderr)
     for folder in args.folders:
-        find_checkpoint(folder, args.checkpoint)
         if args.command not in LEAVE_NOTHING and not os.access(folder, os.W_OK):
             raise UserError(f"{folder} cannot be written to, and {args.command}.json belongs there")
     names = [folder.resolve().name for folder in args.folders]

@@ -35,6 +35,17 @@ def evaluating(layer: OutputLayer) -> Iterator[None]:
         layer.train(training)
 
 
+def output_layer_of(model: BaseFairseqModel) -> OutputLayer:
+    """The output layer of a model's decoder; raises UserError where it is none of this plugin."""
+    layer = getattr(getattr(model, "decoder", None), "output_projection", None)
+    if not isinstance(layer, OutputLayer):
+        raise UserError(
+            f"--criterion output_layer_cross_entropy needs a model of this plugin, such as mixtape_transformer, "
+            f"not {type(model).__name__}: use label_smoothed_cross_entropy with it"
+        )
+    return layer
+
+
 @register_criterion("output_layer_cross_entropy", dataclass=OutputLayerCrossEntropyConfig)
 class OutputLayerCrossEntropy(FairseqCriterion):
     """Asks the model for features only and its output layer for the loss, which need not hold all scores at once.
@@ -54,8 +65,10 @@ class OutputLayerCrossEntropy(FairseqCriterion):
         check_values(self, {"label_smoothing": (0 <= label_smoothing < 1, "from 0 to less than 1")})
         self.report_accuracy = report_accuracy
 
-    def check_training(self, cfg: DictConfig) -> None:
-        """Raises UserError where checkpoints are chosen by a number that is not reported."""
+    def check_training(self, cfg: DictConfig, model: BaseFairseqModel) -> None:
+        """Raises UserError for a model without an output layer of this plugin, and where checkpoints are chosen by a
+        number that is not reported."""
+        output_layer_of(model)
         metric = cfg.checkpoint.best_checkpoint_metric
         if metric in ("accuracy", "bpc") and not getattr(self, f"report_{metric}", False):
             raise UserError(f"--best-checkpoint-metric {metric} needs --report-{metric}: add it")
@@ -64,12 +77,7 @@ class OutputLayerCrossEntropy(FairseqCriterion):
         """The summed loss in nats, the sample size that divides its gradient, and what to log."""
         if not reduce:
             raise ValueError("output_layer_cross_entropy sums over tokens: for one loss a token use cross_entropy")
-        layer = getattr(getattr(model, "decoder", None), "output_projection", None)
-        if not isinstance(layer, OutputLayer):
-            raise UserError(
-                f"--criterion output_layer_cross_entropy needs a model of this plugin, such as mixtape_transformer, "
-                f"not {type(model).__name__}: use label_smoothed_cross_entropy with it"
-            )
+        layer = output_layer_of(model)
         features, extra = model(**sample["net_input"], features_only=True)
         target = model.get_targets(sample, None)
         logging_output = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import pickle
 import re
@@ -12,6 +13,7 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
+from fairseq.models import BaseFairseqModel
 from fairseq.trainer import Trainer
 from omegaconf import OmegaConf
 
@@ -20,7 +22,9 @@ from mixtape_plugin.errors import UserError
 from mixtape_plugin.fairseq_compat.patching import replace
 from mixtape_plugin.fairseq_compat.safe_globals import SAFE_GLOBALS
 from mixtape_plugin.files import write_whole
+from mixtape_plugin.output_layers import OutputLayer
 
+logger = logging.getLogger(__name__)
 TRUST_CHECKPOINTS = "MIXTAPE_TRUST_CHECKPOINTS"
 
 
@@ -78,12 +82,25 @@ def explain_checkpoints_that_do_not_fit() -> None:
     """
 
     def resume(load_checkpoint):
-        def resume_or_explain(self, filename, *args, **kwargs):
+        def resume_or_explain(self, filename, reset_optimizer=False, *args, **kwargs):
+            read, saved = checkpoint_utils.load_checkpoint_to_cpu, []
+
+            def read_and_note(*args, **kwargs):  # the one place where the file's options can be seen
+                state = read(*args, **kwargs)
+                saved.append(state["cfg"].get("model") if state.get("cfg") else state.get("args"))
+                return state
+
+            checkpoint_utils.load_checkpoint_to_cpu = read_and_note
             try:
-                return load_checkpoint(self, filename, *args, **kwargs)
+                extra_state = load_checkpoint(self, filename, reset_optimizer, *args, **kwargs)
             except Exception as error:
                 explain_resume(filename, error)
                 raise
+            finally:
+                checkpoint_utils.load_checkpoint_to_cpu = read
+            for options in saved:
+                check_output_layer(filename, options, self.get_model(), new_training=reset_optimizer)
+            return extra_state
 
         return resume_or_explain
 
@@ -99,6 +116,33 @@ def explain_checkpoints_that_do_not_fit() -> None:
 
     replace(Trainer, "load_checkpoint", resume)
     replace(checkpoint_utils, "load_model_ensemble_and_task", evaluate)
+
+
+def check_output_layer(path: str, options: object, model: BaseFairseqModel, new_training: bool) -> None:
+    """Raises UserError where a checkpoint is of another output layer, or of the same with another map, whose parameters
+    have the same names and shapes; a new training may begin from its weights, and a line of the log says so.
+
+    Args:
+        path: of the checkpoint.
+        options: of the model that was saved; nothing is known where they do not name an output layer.
+        model: what is trained.
+        new_training: with an optimizer that begins anew.
+    """
+    layer = getattr(getattr(model, "decoder", None), "output_projection", None)
+    if not isinstance(layer, OutputLayer):
+        return
+    for option in ("output_layer", *layer.fixed_options):
+        given = getattr(layer.config, option)
+        saved = getattr(options, option, given)
+        if saved != given:
+            flag = f"--{option.replace('_', '-')}"
+            if not new_training:
+                raise UserError(
+                    f"checkpoint {path} was trained with {flag} {saved}, not {given}: go on with {saved}, or give "
+                    "another --save-dir; --finetune-from-model begins a new training from its weights"
+                )
+            logger.warning(f"{path} was trained with {flag} {saved}; its weights begin a training with {given}")
+            return
 
 
 def copy_checkpoints_whole() -> None:

@@ -63,8 +63,8 @@ def leave_out_dummy_batches() -> None:
 
 
 def let_optimizers_and_criterions_check_the_training() -> None:
-    """Call `optimizer.check_training(task, cfg)` and `criterion.check_training(cfg)`, where they have it, as soon as
-    the optimizer is built.
+    """Call `optimizer.check_training(task, cfg)` and `criterion.check_training(cfg, model)`, where they have it,
+    as soon as the optimizer is built.
 
     One that --memory-efficient-bf16 and -fp16 cannot wrap is refused in a sentence.
     """
@@ -85,7 +85,7 @@ def let_optimizers_and_criterions_check_the_training() -> None:
             if hasattr(optimizer, "check_training"):
                 optimizer.check_training(self.task, self.cfg)
             if hasattr(self.get_criterion(), "check_training"):
-                self.get_criterion().check_training(self.cfg)
+                self.get_criterion().check_training(self.cfg, self.get_model())
 
         return build_checked_optimizer
 

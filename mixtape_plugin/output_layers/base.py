@@ -88,6 +88,8 @@ class OutputLayer(nn.Module):
     token_parameters = ("weight", "bias")
     #: Settings that comparisons run beside the layer itself: what is added to its name -> options.
     variants: dict = {}
+    #: Options without a parameter that the distribution depends on: a training goes on with those that it had.
+    fixed_options: tuple = ()
     #: S, the first tokens of the vocabulary, for which it has more parameters than for the others.
     num_frequent = 0
 

@@ -51,6 +51,7 @@ class GSS(MonotoneSoftmax):
     slope k far below c, 1 far above."""
 
     label = "GSS"
+    fixed_options = ("gss_c", "gss_k")
 
     def curve(self) -> Curve:
         return GeneralizedSigSoftmax(self.config.gss_c, self.config.gss_k)
@@ -79,6 +80,7 @@ class PLIF(MonotoneSoftmax):
 
     label = "LMS-PLIF"
     variants = {"frozen": {"freeze_plif": True}}
+    fixed_options = ("plif_range",)
 
     def build_parameters(self) -> None:
         config = self.config

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -250,6 +251,21 @@ def test_frequency_of_language_models(trained_language_models, tmp_path, capsys)
     assert cells(capsys.readouterr().out.splitlines()[-1])[0] == "all"
 
 
+def test_what_is_read_is_said(translation_model, trained_language_models, tmp_path, capsys):
+    _, folder = translation_model
+    analyze.parse_args(["mixing", "data", str(folder), "--out", str(tmp_path / "out")])
+    assert capsys.readouterr().err == f"reading {folder / 'average.pt'}\n"
+
+    shutil.copy(folder / "checkpoint_best.pt", folder / "checkpoint_last.pt")
+    os.utime(folder / "average.pt", (1e9, 1e9))
+    other = trained_language_models[1][0]
+    analyze.parse_args(["frequency", "data", str(folder), str(other), "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"reading {folder / 'average.pt'}" and said[2] == f"reading {other / 'checkpoint_best.pt'}"
+    assert said[1].startswith(f"warning: {folder / 'checkpoint_last.pt'} is newer: the average is of an earlier")
+    assert said[3].startswith("warning: averages beside single checkpoints") and len(said) == 4
+
+
 def test_frequency_of_one_model(translation_model, tmp_path):
     data, folder = translation_model
     analyze.main(["frequency", str(data), str(folder), "--out", str(tmp_path / "out"), "--cpu"])
@@ -312,7 +328,7 @@ def test_similarity_of_language_models(trained_language_models, tmp_path, capsys
     (pairs / "toy.txt").write_text("".join("{}\t{}\t{}\r\n".format(*line) for line in [*lines, ("no", "word", 3)]))
     (pairs / "few.txt").write_text("{} {} {}\n".format(*lines[0]))
     out = tmp_path / "out"
-    analyze.main(["similarity", data, *map(str, folders), "--pairs", str(pairs), "--out", str(out)])
+    analyze.main(["similarity", data, *map(str, folders), "--pairs", str(pairs), "--out", str(out), "--cpu"])
     printed = capsys.readouterr().out.splitlines()
     assert cells(printed[2])[:2] == ["few", "1"] and cells(printed[2])[3:] == ["n/a"] * 3
     rows = {(row["set"], row["training"]): row for row in read_csv(out / "similarity.csv")}

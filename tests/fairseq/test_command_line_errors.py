@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import LAYERS, console_script, generate_args, run, start, train_args
+from conftest import LAYERS, USER_DIR, console_script, generate_args, run, start, train_args
 from fairseq import options, tasks
 from fairseq.data import Dictionary
 
@@ -138,6 +138,11 @@ def test_values_at_the_edge_of_what_is_allowed(given, data):
         ("--share-all-embeddings", "--share-all-embeddings requires a joined dictionary"),
         ("--finetune-from-model nowhere.pt", "--finetune-from-model nowhere.pt does not exist"),
         ("--best-checkpoint-metric accuracy", "--best-checkpoint-metric accuracy needs --report-accuracy: add it"),
+        ("--distributed-world-size 2", "world size is 2 but have 0 available devices"),
+        (
+            "--task multilingual_translation --lang-pairs x-y",
+            "MultilingualTranslationTask requires a FairseqMultiModel architecture",
+        ),
         pytest.param(
             "--fp16",
             "--fp16 makes all gradients one tensor on a GPU, and there is none: add --fp16-no-flatten-grads",
@@ -147,6 +152,21 @@ def test_values_at_the_edge_of_what_is_allowed(given, data):
 )
 def test_options_that_do_not_go_together(given, sentence, data, save_dir):
     assert error_of("train", *train_args(data, save_dir, *given.split())) == sentence
+
+
+def test_a_model_of_fairseqs_own(data, save_dir):
+    """Before anything is trained: nothing is left in the folder for checkpoints."""
+    args = train_args(data, save_dir, "--arch", "transformer_tiny")
+    place = args.index("--gate-dim")
+    assert error_of("train", *args[:place], *args[place + 2 :]) == (
+        "--criterion output_layer_cross_entropy needs a model of this plugin, such as mixtape_transformer, not "
+        "TransformerModel: use label_smoothed_cross_entropy with it"
+    )
+
+
+def test_validation_without_a_task(data):
+    sentence = error_of("validate", data, "--path", "none.pt", "--user-dir", USER_DIR, "--cpu", "--max-tokens", 512)
+    assert sentence == "fairseq-validate needs --task: that of the training, such as translation"
 
 
 @pytest.mark.slow

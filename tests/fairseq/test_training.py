@@ -1,6 +1,7 @@
 """Training through fairseq-train: whatever the criterion, after a kill, in two processes, in half precision."""
 
 import math
+import re
 import signal
 import socket
 import sys
@@ -177,6 +178,32 @@ def loss_curve(*logs):
     """Update -> what was trained on and lost there; later logs win, as what a kill lost is done again."""
     lines = [line for log in logs for line in log["train_inner"]]
     return {int(line["num_updates"]): [line[name] for name in ("loss", "nll_loss", "gnorm", "wpb")] for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "before, after, flag",
+    [
+        ("--output-layer mos", "--output-layer moc", "--output-layer"),
+        ("--output-layer sigsoftmax", "--output-layer softmax", "--output-layer"),
+        ("--output-layer gss --gss-k 2", "--output-layer gss --gss-k 3", "--gss-k"),
+        ("--output-layer plif --plif-range 20", "--output-layer plif --plif-range 10", "--plif-range"),
+    ],
+)
+def test_another_layer_of_the_same_shapes(before, after, flag, data, tmp_path):
+    """A training does not go on with it, its checkpoints stay; a new one may begin from its weights, and says so."""
+    run("train", *train_args(data, tmp_path / "first", *before.split(), "--max-update", 2))
+    checkpoint = tmp_path / "first" / "checkpoint_last.pt"
+    content = checkpoint.read_bytes()
+    with pytest.raises(UserError, match=rf"trained with {flag} \S+, not \S+: go on with") as error:
+        run("train", *train_args(data, tmp_path / "first", *after.split()))
+    assert str(checkpoint) in str(error.value) and checkpoint.read_bytes() == content
+
+    more = [*after.split(), "--finetune-from-model", checkpoint]
+    output = run("train", *train_args(data, tmp_path / "second", *more)).stdout
+    assert re.search(rf"WARNING .* was trained with {flag} \S+; its weights begin a training with", output)
+    output = run("train", *train_args(data, tmp_path / "second", *more, "--max-update", 6)).stdout
+    assert "Loaded checkpoint" in output and "was trained with" not in output
 
 
 @pytest.mark.slow
