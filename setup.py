@@ -19,7 +19,7 @@ setup(
         f"fairseq-fixed==0.12.3.1; {FIXED}",
         f"torch>=2.6; {FIXED}",
         f"numpy; {FIXED}",
-        "matplotlib",
+        "matplotlib>=3.7",  # legends outside of the axes
         "sacrebleu",
         "sacremoses",
         "scipy",

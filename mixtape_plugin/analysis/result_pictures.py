@@ -12,6 +12,8 @@ from mixtape_plugin.analysis.pictures import pyplot, save
 from mixtape_plugin.analysis.statistics import Correlation, Group, is_ratio, numbers
 from mixtape_plugin.errors import UserError
 
+MOST_IN_A_PANEL = 8  # names of a legend beside its curves
+
 
 def draw_curves(path: str | Path, found: Sequence[Group]) -> None:
     """Validation perplexity against updates and, where it is known, against the hours that they take in training.
@@ -60,7 +62,11 @@ def draw_curves(path: str | Path, found: Sequence[Group]) -> None:
     first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 10 * low else MaxNLocator(8))
     first.yaxis.set_major_formatter(ScalarFormatter())
     first.yaxis.set_minor_formatter(NullFormatter())
-    first.legend()
+    if len(found) <= MOST_IN_A_PANEL:
+        first.legend()
+    else:  # it would cover the ends of the curves
+        figure.set_size_inches(figure.get_figwidth() + 3, figure.get_figheight())
+        figure.legend(loc="outside right upper", handles=first.get_legend_handles_labels()[0])
     save(plt, figure, path)
 
 

@@ -55,6 +55,17 @@ def test_long_names_are_wrapped(folder, drawn, tmp_path):
     assert " ".join(axes.get_legend().texts[1].get_text().split()) == f"mixtape-4:{flags}"
 
 
+def test_many_names_are_beside_the_curves(folder, drawn, tmp_path):
+    logs = {f"n{n}": start().replace("train.sh mixtape", f"train.sh mixtape --gate-dim {n}") for n in range(1, 10)}
+    folders = [folder(name, train_log=log + epoch(1, 274, 200.5) + epoch(2, 548, 90)) for name, log in logs.items()]
+    collect_results.main([*map(str, folders), "--plot", str(tmp_path / "curves.png")])
+    axes = drawn[0][0]
+    (legend,) = axes.figure.legends
+    assert axes.get_legend() is None and len(legend.texts) == 9
+    assert legend.get_window_extent().x0 > max(a.get_window_extent().x1 for a in axes.figure.axes)
+    assert legend.get_window_extent().x1 <= axes.figure.bbox.x1
+
+
 def test_groups_by_other_names(folder, drawn, tmp_path, capsys):
     """The same names in the table, the tests' line and both pictures."""
     folders = []
