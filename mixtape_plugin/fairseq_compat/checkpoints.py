@@ -132,9 +132,8 @@ def check_output_layer(path: str, options: object, model: BaseFairseqModel, new_
     if not isinstance(layer, OutputLayer):
         return
     for option in ("output_layer", *layer.fixed_options):
-        given = getattr(layer.config, option)
-        saved = getattr(options, option, given)
-        if saved != given:
+        given, saved = getattr(layer.config, option), getattr(options, option, None)
+        if saved not in (None, given):
             flag = f"--{option.replace('_', '-')}"
             if not new_training:
                 raise UserError(
