@@ -341,15 +341,8 @@ def check(args: argparse.Namespace) -> None:
             setattr(args, name, default)
         elif not getattr(args, of):
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} needs --{of}")
-    chosen = {folder: find_checkpoint(folder, args.checkpoint) for folder in args.folders}
-    for folder, checkpoint in chosen.items():
-        print(f"reading {checkpoint}", file=sys.stderr)
-        last = folder / "checkpoint_last.pt"
-        if checkpoint.name == "average.pt" and last.is_file() and last.stat().st_mtime > checkpoint.stat().st_mtime:
-            print(f"warning: {last} is newer: the average is of an earlier training, or its beginning", file=sys.stderr)
-    if len({checkpoint.name for checkpoint in chosen.values()}) > 1:
-        print("warning: averages beside single checkpoints: --checkpoint NAME takes one kind", file=sys.stderr)
     for folder in args.folders:
+        find_checkpoint(folder, args.checkpoint)
         if args.command not in LEAVE_NOTHING and not os.access(folder, os.W_OK):
             raise UserError(f"{folder} cannot be written to, and {args.command}.json belongs there")
     names = [folder.resolve().name for folder in args.folders]
@@ -362,8 +355,21 @@ def check(args: argparse.Namespace) -> None:
     make_folder(args.out)
 
 
+def tell_checkpoints(args: argparse.Namespace) -> None:
+    """Says which file each folder's model is read from, and where figures of them may not be those that are meant."""
+    chosen = [find_checkpoint(folder, args.checkpoint) for folder in args.folders]
+    for checkpoint in chosen:
+        print(f"reading {checkpoint}", file=sys.stderr)
+        last = checkpoint.with_name("checkpoint_last.pt")
+        if checkpoint.name == "average.pt" and last.is_file() and last.stat().st_mtime > checkpoint.stat().st_mtime:
+            print(f"warning: {last} is newer: the average is of an earlier training, or its beginning", file=sys.stderr)
+    if len({checkpoint.name for checkpoint in chosen}) > 1:
+        print("warning: averages beside single checkpoints: --checkpoint NAME takes one kind", file=sys.stderr)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
+    tell_checkpoints(args)
     args.run(args)
 
 

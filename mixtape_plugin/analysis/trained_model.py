@@ -18,7 +18,7 @@ from torch import Tensor
 from mixtape_plugin.data.bptt_dataset import TokenStream
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.evaluation.language_model import extract_features, segments, text
-from mixtape_plugin.output_layers import OutputLayer
+from mixtape_plugin.output_layers import OutputLayer, find_output_layer
 
 CHECKPOINTS = ("average.pt", "checkpoint_best.pt")  # the first that is there: evaluate.sh scores it
 SCORES_AT_ONCE = 2**22  # of one call of the output layer: 16 MiB in float32, and twice that in float64
@@ -156,7 +156,6 @@ def load(folder: str | Path, data: str, name: str | None = None, device: str = "
     """
     path = find_checkpoint(Path(folder), name)
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], arg_overrides={"data": data})
-    layer = getattr(getattr(model, "decoder", None), "output_projection", None)
-    if not isinstance(layer, OutputLayer):
+    if find_output_layer(model) is None:
         raise UserError(f"{path} holds a {type(model).__name__} without an output layer of this plugin")
     return TrainedModel(Path(folder), path, model.float().eval().to(device), task)

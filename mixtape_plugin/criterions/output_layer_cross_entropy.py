@@ -14,7 +14,7 @@ from omegaconf import II, DictConfig
 from torch import Tensor
 
 from mixtape_plugin.errors import UserError, check_values
-from mixtape_plugin.output_layers import OutputLayer
+from mixtape_plugin.output_layers import OutputLayer, find_output_layer
 
 
 @dataclass
@@ -37,8 +37,8 @@ def evaluating(layer: OutputLayer) -> Iterator[None]:
 
 def output_layer_of(model: BaseFairseqModel) -> OutputLayer:
     """The output layer of a model's decoder; raises UserError where it is none of this plugin."""
-    layer = getattr(getattr(model, "decoder", None), "output_projection", None)
-    if not isinstance(layer, OutputLayer):
+    layer = find_output_layer(model)
+    if layer is None:
         raise UserError(
             f"--criterion output_layer_cross_entropy needs a model of this plugin, such as mixtape_transformer, "
             f"not {type(model).__name__}: use label_smoothed_cross_entropy with it"

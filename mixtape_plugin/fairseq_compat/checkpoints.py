@@ -22,7 +22,7 @@ from mixtape_plugin.errors import UserError
 from mixtape_plugin.fairseq_compat.patching import replace
 from mixtape_plugin.fairseq_compat.safe_globals import SAFE_GLOBALS
 from mixtape_plugin.files import write_whole
-from mixtape_plugin.output_layers import OutputLayer
+from mixtape_plugin.output_layers import find_output_layer
 
 logger = logging.getLogger(__name__)
 TRUST_CHECKPOINTS = "MIXTAPE_TRUST_CHECKPOINTS"
@@ -128,8 +128,8 @@ def check_output_layer(path: str, options: object, model: BaseFairseqModel, new_
         model: what is trained.
         new_training: with an optimizer that begins anew.
     """
-    layer = getattr(getattr(model, "decoder", None), "output_projection", None)
-    if not isinstance(layer, OutputLayer):
+    layer = find_output_layer(model)
+    if layer is None:
         return
     for option in ("output_layer", *layer.fixed_options):
         given, saved = getattr(layer.config, option), getattr(options, option, None)

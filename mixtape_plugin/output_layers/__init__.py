@@ -32,6 +32,7 @@ __all__ = [
     "OutputLayerConfig",
     "build_output_layer",
     "check_dictionary",
+    "find_output_layer",
     "output_layer_class",
 ]
 
@@ -52,6 +53,12 @@ def output_layer_class(name: str) -> Type[OutputLayer]:
     if name not in OUTPUT_LAYERS:
         raise UserError(f"--output-layer {name} is not allowed: {' or '.join(OUTPUT_LAYERS)}")
     return OUTPUT_LAYERS[name]
+
+
+def find_output_layer(model: nn.Module) -> OutputLayer | None:
+    """The output layer of a model's decoder; None where it has none of this plugin."""
+    layer = getattr(getattr(model, "decoder", None), "output_projection", None)
+    return layer if isinstance(layer, OutputLayer) else None
 
 
 def build_output_layer(

@@ -232,7 +232,6 @@ class OutputLayer(nn.Module):
         eager = impl == "eager" or (impl == "auto" and not self.has_fused_loss())
         if eager and self.has_locked_dropout:  # its masks are of whole sequences
             return self.eager_loss(features, target, label_smoothing, ignore_index)
-        smoothing = Smoothing.over(predictable, label_smoothing)
         leading, counted = target.shape, target.flatten().ne(ignore_index)
         index = None if counted.all() else counted.nonzero().squeeze(1)  # asked of the GPU once for all
         target = rows(target, leading, index)
@@ -240,7 +239,7 @@ class OutputLayer(nn.Module):
             features, index = rows(features, leading, index), None
         if eager:
             return self.eager_loss(features, target, label_smoothing, ignore_index)
-        return self.fused_loss(features, target, index, smoothing)
+        return self.fused_loss(features, target, index, Smoothing.over(predictable, label_smoothing))
 
     def fused_loss(
         self, features: Tensor, target: Tensor, index: Tensor | None, smoothing: Smoothing

@@ -253,13 +253,14 @@ def test_frequency_of_language_models(trained_language_models, tmp_path, capsys)
 
 def test_what_is_read_is_said(translation_model, trained_language_models, tmp_path, capsys):
     _, folder = translation_model
-    analyze.parse_args(["mixing", "data", str(folder), "--out", str(tmp_path / "out")])
+    analyze.tell_checkpoints(analyze.parse_args(["mixing", "data", str(folder), "--out", str(tmp_path / "out")]))
     assert capsys.readouterr().err == f"reading {folder / 'average.pt'}\n"
 
     shutil.copy(folder / "checkpoint_best.pt", folder / "checkpoint_last.pt")
     os.utime(folder / "average.pt", (1e9, 1e9))
     other = trained_language_models[1][0]
-    analyze.parse_args(["frequency", "data", str(folder), str(other), "--out", str(tmp_path / "out")])
+    args = ["frequency", "data", str(folder), str(other), "--out", str(tmp_path / "out")]
+    analyze.tell_checkpoints(analyze.parse_args(args))
     said = capsys.readouterr().err.splitlines()
     assert said[0] == f"reading {folder / 'average.pt'}" and said[2] == f"reading {other / 'checkpoint_best.pt'}"
     assert said[1].startswith(f"warning: {folder / 'checkpoint_last.pt'} is newer: the average is of an earlier")

@@ -164,6 +164,12 @@ def test_a_model_of_fairseqs_own(data, save_dir):
     )
 
 
+@pytest.mark.slow
+def test_a_validation_text_with_sentences_too_long(data, save_dir):
+    sentence = error_of("train", *train_args(data, save_dir, "--max-target-positions", 6))
+    assert re.match(r"Size of sample #\d+ is invalid \(=.*\) since max_positions=.*, skip this example with", sentence)
+
+
 def test_validation_without_a_task(data):
     sentence = error_of("validate", data, "--path", "none.pt", "--user-dir", USER_DIR, "--cpu", "--max-tokens", 512)
     assert sentence == "fairseq-validate needs --task: that of the training, such as translation"
