@@ -33,7 +33,8 @@ LAYERS = ("softmax", "mos", "moc", "mixtape", "sigsoftmax", "gss", "plif")
 LONGEST = (
     "test_prepare_translation",
     "test_quickstart",
-    "test_bptt_language_modeling",
+    "test_bptt_resume",
+    "test_bptt_training",
     "test_damaged_inputs",
     "test_multi30k_example",
     "test_switchboard_example",

@@ -13,8 +13,8 @@ import pytest
 import torch
 from conftest import USER_DIR, generate_args, run, train_args
 from fairseq.data import Dictionary, data_utils, indexed_dataset
-from test_bptt_language_modeling import lm_args, text  # noqa: F401
 from test_command_line_errors import error_of
+from toy_text import lm_args, toy_text  # noqa: F401
 
 from mixtape_plugin.errors import UserError
 
@@ -138,7 +138,7 @@ SEED, CASES = 1, 50
 
 
 @pytest.fixture(scope="module")
-def trained_inputs(data, text, tmp_path_factory):  # noqa: F811
+def trained_inputs(data, text, tmp_path_factory):
     """A folder of data and checkpoints of a translation and a language model, and the commands that read them."""
     folder = tmp_path_factory.mktemp("inputs")
     shutil.copytree(data, folder / "translation")

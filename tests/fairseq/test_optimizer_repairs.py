@@ -11,7 +11,7 @@ from fairseq.dataclass.configs import EMAConfig
 from fairseq.models.ema.ema import EMA
 from fairseq.optim.fp16_optimizer import FP16Optimizer
 from omegaconf import OmegaConf
-from test_bptt_language_modeling import lm_args, text  # noqa: F401
+from toy_text import lm_args, toy_text  # noqa: F401
 
 from mixtape_plugin.damaged_files import explain_resume
 from mixtape_plugin.errors import UserError
@@ -56,7 +56,7 @@ END = "--disable-validation --no-epoch-checkpoints"
 
 
 @pytest.fixture(scope="module")
-def trained(data, text, tmp_path_factory):  # noqa: F811
+def trained(data, text, tmp_path_factory):
     """The arguments of a Transformer's training and of a language model's, and the folders of their ends."""
     folder = tmp_path_factory.mktemp("trained")
     args = {

@@ -1,0 +1,128 @@
+"""Trainings of language models that go on from a checkpoint, and those that go on to another phase."""
+
+import shutil
+import signal
+import sys
+
+import pytest
+import torch
+from conftest import parse_log, run, start
+from recipes import files
+from test_training import KILLED_BEFORE_UPDATE_6, assert_same_parameters, loss_curve
+from toy_text import lm_args, toy_text, trained_on_toy_text  # noqa: F401
+
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.optim.nt_asgd import NTASGD
+
+# The history of the toy training does not matter here: the trigger is forced by its epoch, or by validation.
+RESUMES = {
+    "sgd": ["--nonmono", 5],
+    "asgd": ["--averaging-epoch", 0],
+    "trigger": ["--averaging-epoch", 1],
+    "trigger with --amp": ["--averaging-epoch", 1, "--amp"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", RESUMES)
+def test_resume_after_a_kill_in_mid_epoch_equals_an_uninterrupted_run(phase, text, tmp_path):
+    """Killed after update 5, the last checkpoint being that of update 4: the hidden state is carried over."""
+    more = [*RESUMES[phase], "--save-interval-updates", 4, "--max-epoch", 3, "--seed", 3, "--small-batch-size", 3]
+    more += ["--context-dropout", 0.2, "--locked-context-dropout", "--gate-noise", 0.1]
+    process = start(sys.executable, "-c", KILLED_BEFORE_UPDATE_6, *lm_args(text, tmp_path / "killed", *more))
+    uninterrupted = run("train", *lm_args(text, tmp_path / "whole", *more)).log
+    stdout, stderr = process.communicate()
+    assert process.returncode == -signal.SIGKILL, stderr
+    resumed = run("train", *lm_args(text, tmp_path / "killed", *more)).log
+    assert min(loss_curve(resumed)) == 5
+    assert loss_curve(parse_log(stdout), resumed) == loss_curve(uninterrupted)
+    assert resumed["valid"][-1]["valid_loss"] == uninterrupted["valid"][-1]["valid_loss"]
+    check_same_checkpoints(tmp_path / "whole", tmp_path / "killed", phase)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option, value", [("--batch-size", 5), ("--tokens-per-sample", 30), ("--seed", 4)])
+def test_a_resume_in_mid_epoch_at_another_place_of_the_text_is_refused(option, value, text, tmp_path):
+    run("train", *lm_args(text, tmp_path, "--max-update", 6, "--seed", 3))
+    before = files(tmp_path)
+    with pytest.raises(
+        UserError, match=f"in the middle of an epoch with {option} [0-9]+, and cannot be resumed with {value}:"
+    ):
+        run("train", *lm_args(text, tmp_path, "--max-update", 9, "--seed", 3, option, value))
+    assert files(tmp_path) == before
+
+
+def check_same_checkpoints(whole, resumed, phase):
+    paths = [folder / "checkpoint_last.pt" for folder in (whole, resumed)]
+    whole, again = (torch.load(path, weights_only=True) for path in paths)
+    assert_same_parameters(*paths, rtol=0, atol=0)
+    state, other = whole["last_optimizer_state"], again["last_optimizer_state"]
+    assert state["phase"] == other["phase"] == ("sgd" if phase == "sgd" else "asgd")
+    assert state["history"] == other["history"]
+    if phase != "sgd":
+        assert all(torch.equal(raw, other_raw) for raw, other_raw in zip(state["raw"], other["raw"]))
+        first = whole["model"]["decoder.embed_tokens.weight"]
+        assert not torch.equal(first, state["raw"][0]), "the model holds the average, not the raw weights"
+
+
+def let_validations_get_worse(patch):
+    """Each worse than the one before: the trigger fires as soon as it may."""
+    end_epoch = NTASGD.end_epoch
+    patch.setattr(NTASGD, "end_epoch", lambda optimizer, loss: end_epoch(optimizer, len(optimizer.history) + loss * 0))
+
+
+TRIGGERED = ["--nonmono", 1, "--seed", 3, "--batch-size", 8]
+
+
+@pytest.fixture(scope="module")
+def trained_whole(text, tmp_path_factory):
+    """Five epochs, the third of which triggers averaging: the folder of their checkpoints and the log."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        let_validations_get_worse(patch)
+        log = run("train", *lm_args(text, folder, *TRIGGERED, "--max-epoch", 5)).log
+    return folder, log
+
+
+@pytest.mark.parametrize("last", [2, 3, 4])
+def test_resume_at_an_epochs_end_equals_an_uninterrupted_run(last, text, trained_whole, tmp_path, monkeypatch):
+    """Before, at and after the epoch whose validation triggers averaging."""
+    whole, uninterrupted = trained_whole
+    let_validations_get_worse(monkeypatch)
+    # A training that ended with epoch `last` left this, and no more: the later ones are not looked at.
+    shutil.copy(whole / f"checkpoint{last}.pt", tmp_path / "checkpoint_last.pt")
+    phase = torch.load(tmp_path / "checkpoint_last.pt", weights_only=True)["last_optimizer_state"]["phase"]
+    assert phase == ("sgd" if last < 3 else "asgd")
+    resumed = run("train", *lm_args(text, tmp_path, *TRIGGERED, "--max-epoch", 5)).log
+    curve = loss_curve(uninterrupted)
+    assert loss_curve(resumed) == {update: curve[update] for update in loss_curve(resumed)}
+    assert len(resumed["valid"]) == 5 - last
+    check_same_checkpoints(whole, tmp_path, "asgd")
+
+
+@pytest.mark.slow
+def test_fine_tuning_ends_by_itself(text, trained, tmp_path, monkeypatch):
+    let_validations_get_worse(monkeypatch)
+    path, _ = trained
+    more = ["--finetune-from-model", path, "--averaging-epoch", 0, "--stop-when-nonmonotone", "--nonmono", 2]
+    log = run("train", *lm_args(text, tmp_path, *more, "--max-epoch", 9, "--no-epoch-checkpoints")).log
+    assert len(log["valid"]) == 4
+    log = run("train", *lm_args(text, tmp_path, *more, "--max-epoch", 9)).log
+    assert "train_inner" not in log, "started again it has nothing to do"
+
+
+@pytest.mark.slow
+def test_a_learning_rate_by_validation_reaches_averaged_sgd(text, tmp_path):
+    """--lr-scheduler reduce_lr_on_plateau lowers it after every second epoch here, also of a training that is resumed
+    after each, and in mid-epoch."""
+    plateau = "--lr-scheduler reduce_lr_on_plateau --lr-patience 1 --lr-threshold 0.9 --lr-shrink 0.5".split()
+    more = [*plateau, "--averaging-epoch", 1, "--seed", 3]
+
+    def rates(folder, *ends):
+        logs = [run("train", *lm_args(text, tmp_path / folder, *more, *end)).log for end in ends]
+        return [(line["epoch"], line["train_lr"]) for log in logs for line in log["train"]]
+
+    expected = [(1, "5"), (2, "5"), (3, "5"), (4, "2.5"), (5, "2.5"), (6, "1.25"), (7, "1.25")]
+    assert rates("whole", ["--max-epoch", 7]) == expected
+    ends = [["--max-epoch", epoch] for epoch in (1, 2, 3, 4, 5)]
+    assert rates("resumed", *ends, ["--max-update", 75], ["--max-epoch", 7]) == [*expected[:6], *expected[5:]]
