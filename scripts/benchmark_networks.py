@@ -14,9 +14,9 @@ its loss and gradients, is timed alone in the same rounds.
 Ratios are to the plain softmax, of the time of an instance, a column or a sentence; "paper" is "all layers" in tables 3
 to 6 of the Mixtape paper, at the same batch size or at the same memory budget as in the row, and its share of "out
 layer". Its batch is 48 (Penn Treebank), 20 (One Billion Word) and 256 (translation: tokens, as its times suggest), and
-its softmax and MoS have sizes that it does not print. "MoS paper" is its table 13, "bs" or "best-1". Memory is the peak
-of a training: weights, gradients, optimizer, and all that a step holds; on a CPU in a fresh process for each network. A
-network that would not fit in memory is skipped, and says so.
+its softmax and MoS have sizes that it does not print. "MoS paper" is its table 13, "bs" or "best-1", not "best-3",
+which is of three GPUs. Memory is the peak of a training: weights, gradients, optimizer, and all that a step holds; on a
+CPU in a fresh process for each network. A network that would not fit in memory is skipped, and says so.
 
 --memory-budget adds rows at the largest batch whose training fits. Since memory is about affine in the batch, two
 measured steps give an estimate, which is measured and corrected to within 2% (or one column). "≥": even --largest-batch

@@ -51,10 +51,10 @@ def parse_args(argv: Sequence[str] | None) -> Namespace:
         __doc__, PAPER_SETTINGS, 70, "tokens read at once; changes no result", "all three", "cache_pointer_run"
     )
     parser.add_argument(
-        "--weight", "--lambda", type=float, help="lambda, the cache's share (the paper's: ptb .1, wikitext2 .1279)"
+        "--weight", "--lambda", type=float, help="lambda, the cache's share (AWD-LSTM's: ptb .1, wikitext2 .1279)"
     )
-    parser.add_argument("--theta", type=float, help="sharpness (the paper's: ptb 1, wikitext2 .662)")
-    parser.add_argument("--window", type=int, help="tokens in the cache (the paper's: ptb 500, wikitext2 3785)")
+    parser.add_argument("--theta", type=float, help="sharpness (AWD-LSTM's: ptb 1, wikitext2 .662)")
+    parser.add_argument("--window", type=int, help="tokens in the cache (AWD-LSTM's: ptb 500, wikitext2 3785)")
     grids = {"weights": (float, WEIGHTS), "thetas": (float, THETAS), "windows": (int, None)}
     for name, (number, values) in grids.items():
         shown = " ".join(map(str, values or "100 500 2000, wikitext2 500 2000 3785".split()))

@@ -29,7 +29,7 @@ Variables = Dict[str, Union[str, int, bool, None, Sequence[str]]]
 EVERY_RECIPE = ("data", "save", "seed", "print")
 HELP = """
 --gpus N        GPUs, on all nodes together (default: those that are visible; under srun, times the number of nodes)
---max-tokens N  at most as many tokens on a GPU at once (default: 4096); an update has the paper's 32,768 all the same
+--max-tokens N  at most as many tokens on a GPU at once (default: 4096); an update has 32,768 all the same
 --bf16          bfloat16, where the GPU has it
 --smoke         a model a thousand times smaller for a few updates on the CPU, to try the recipe
 --finetune      the second stage, after the first has ended: averaged SGD from its best weights, into DIR/finetuned

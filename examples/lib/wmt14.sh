@@ -2,7 +2,7 @@
 
 source "$root/examples/lib/training.sh"
 
-# plan_wmt14 EXAMPLE DATA UPDATES ARGUMENT...: as plan; an update is of 8 batches of 4,096 tokens, as the paper's 8 replicas have it
+# plan_wmt14 EXAMPLE DATA UPDATES ARGUMENT...: as plan; an update is of 8 batches of 4,096 tokens, the paper's batch on 8 replicas (inferred)
 plan_wmt14() {
   plan --example "$1" --data "$2" --dictionary 'dict.*.txt' --options "gpus max-tokens bf16 smoke" --layers "$layers" \
     --update-tokens $((8 * 4096)) --updates "$3" --save-interval 2000 --keep 10 -- "${@:4}"

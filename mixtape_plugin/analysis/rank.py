@@ -1,4 +1,4 @@
-"""Rank of a matrix of log-probabilities: what the softmax bottleneck bounds (Yang et al. 2018, appendix C).
+"""Rank of a matrix of log-probabilities: what the softmax bottleneck bounds (Yang et al. 2018, section 3.3).
 
 Shapes: N contexts, V tokens.
 """

@@ -18,7 +18,8 @@ from mixtape_plugin.evaluation.language_model import Score, predict, score, segm
 from mixtape_plugin.kernels.precision import at_least_float32
 from mixtape_plugin.models.awd_lstm_lm import AWDLSTMLanguageModel
 
-# Merity et al. 2018, whose README gives PTB's and whose code gives WikiText-2's to more digits.
+# Merity et al. 2018: PTB's are their README's (their paper has a window of 2,000), WikiText-2's their code's, to more
+# digits.
 PAPER_SETTINGS = {
     "ptb": {"weight": 0.1, "theta": 1.0, "window": 500},
     "wikitext2": {"weight": 0.1279, "theta": 0.662, "window": 3785},
