@@ -6,7 +6,7 @@ import contextlib
 import csv
 import os
 from pathlib import Path
-from typing import Callable, Iterable, Sequence
+from typing import Callable, Iterable, Iterator, Sequence
 
 from mixtape_plugin.errors import UserError
 
@@ -50,16 +50,34 @@ def check_outputs(outputs: dict, inputs: Iterable[str | Path | None] = ()) -> No
         taken[place] = f"{option} names it"
 
 
+@contextlib.contextmanager
+def writing(option: str, path: str | Path) -> Iterator[None]:
+    """Inside, where a file cannot be written, UserError says which, and which option names it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{option} {path} cannot be written: {error.strerror or error}") from None
+
+
+def make_folder(path: Path) -> None:
+    """Makes --out before what takes long; raises UserError where it cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {path} cannot be a folder: {error.strerror}") from None
+
+
 def write_whole(path: str | Path, write: Callable[[Path], None]) -> None:
     """Calls ``write`` with a temporary path beside ``path``, of the same ending, and moves the result into place.
 
-    A link stays one, and its target is replaced. What is neither file nor folder, such as a pipe, is written to.
+    The temporary path is of this process alone: of two that write one file at once, the last one's is what stays. A
+    link stays one, and its target is replaced. What is neither file nor folder, such as a pipe, is written to.
 
     Raises:
         OSError: that cannot be; its ``filename`` is ``path``.
     """
     place = Path(os.path.realpath(path))
-    part = place.parent / f".{place.stem}.part{Path(path).suffix}"
+    part = place.parent / f".{place.stem}.{os.getpid()}.part{Path(path).suffix}"
     device = os.path.abspath(path).startswith(DEVICES)
     try:
         if device or os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
@@ -72,6 +90,11 @@ def write_whole(path: str | Path, write: Callable[[Path], None]) -> None:
     finally:
         with contextlib.suppress(OSError):  # moved, or never made
             part.unlink()
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """UTF-8 text, whole or not at all; raises OSError as :func:`write_whole` does."""
+    write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
 def write_csv(path: str | Path, columns: Sequence[str], rows: Iterable[dict]) -> None:

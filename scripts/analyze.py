@@ -41,9 +41,8 @@ from mixtape_plugin.analysis.trained_model import Text, find_checkpoint, load
 from mixtape_plugin.benchmarks.measuring import available_memory
 from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.evaluation.command_line import device, progress_bar
-from mixtape_plugin.evaluation.grid_search import make_folder
 from mixtape_plugin.evaluation.language_model import Score
-from mixtape_plugin.files import write_csv, write_whole
+from mixtape_plugin.files import make_folder, write_csv, write_text
 
 EPSILONS = (1e-3, 1e-4, 1e-5)
 LEAVE_NOTHING = ("frequency", "mixing")  # in the folders
@@ -285,7 +284,7 @@ def text_of(value: object) -> str:
 def write_json(path: Path, value: object) -> None:
     """Raises UserError where the folder cannot be written to."""
     try:
-        write_whole(path, lambda part: part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8"))
+        write_text(path, json.dumps(value, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
 

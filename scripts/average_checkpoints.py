@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 import mixtape_plugin
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import check_outputs, write_whole
+from mixtape_plugin.files import check_outputs, write_whole, writing
 
 PATTERNS = {"epochs": re.compile(r"checkpoint(\d+)\.pt"), "updates": re.compile(r"checkpoint_\d+_(\d+)\.pt")}
 
@@ -126,10 +126,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--output '{args.output}' is not allowed: the name of a file")
     check_outputs({"--output": args.output}, paths)
     state = average(paths)
-    try:
+    with writing("--output", args.output):
         write_whole(args.output, lambda part: save(state, part))
-    except OSError as error:
-        raise UserError(f"--output {args.output} cannot be written: {error.strerror}") from None
     print(f"{args.output}: average of " + ", ".join(os.path.basename(path) for path in paths))
 
 

@@ -46,8 +46,8 @@ from mixtape_plugin.benchmarks.measuring import Setting
 from mixtape_plugin.benchmarks.network_benchmark import COLUMNS, benchmark_networks
 from mixtape_plugin.benchmarks.network_workloads import SHAPES, SIZES, TextShape
 from mixtape_plugin.benchmarks.workloads import BASELINE, check_layer, layer_options, variants
+from mixtape_plugin.drawing import pyplot, save
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import write_whole
 from mixtape_plugin.models.awd_lstm_lm import parse_hidden_sizes
 from mixtape_plugin.output_layers import OUTPUT_IMPLS
 
@@ -138,10 +138,7 @@ def markdown(rows: Sequence[dict], facts: dict) -> str:
 def draw(path: str, rows: Sequence[dict], facts: dict) -> None:
     """A bar for each network that ran, its output layer's part apart, with the ratio to softmax; a drawing for each
     shape at one batch size, and one at the memory budget."""
-    import matplotlib  # here, because the processes that memory is measured in import this file
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
 
     panels = list(dict.fromkeys((row["shape"], row["memory_budget_gb"]) for row in rows))
     most = max(sum((row["shape"], row["memory_budget_gb"]) == panel for row in rows) for panel in panels)
@@ -166,8 +163,7 @@ def draw(path: str, rows: Sequence[dict], facts: dict) -> None:
         axis.invert_yaxis()
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.suptitle(f"{facts['machine']}, {facts['threads']} threads, torch {facts['torch']}", fontsize=8)
-    write_whole(path, lambda part: figure.savefig(part, dpi=150))
-    plt.close(figure)
+    save(plt, figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -7,8 +7,8 @@
 
 Every layer runs eager and fused, and softmax also as others have it, where that is installed: torch 2.13's
 linear_cross_entropy and, on a GPU, Liger-Kernel and cut-cross-entropy. They take turns, a round after a warm-up, so
-that a busy machine is busy for all of them: the ratios of their medians hold better than the times. Softmax has no
-projection: its features are E wide, those of the others D.
+that a busy machine is busy for all of them: the ratios of their medians hold better than the times. Softmax and
+the maps of its scores have no projection: their features are E wide, those of the mixtures D.
 
 Ratios are to the plain softmax, F.cross_entropy(F.linear(h, W, b), y), of the time of a token. FLOPs are those of the
 matrix products, "matmul" is their speed as a share of that of one large matrix product in the same rounds, and
@@ -59,8 +59,8 @@ from mixtape_plugin.benchmarks.workloads import (
     split_layer,
     variants,
 )
+from mixtape_plugin.drawing import pyplot, save
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import write_whole
 from mixtape_plugin.output_layers import OUTPUT_IMPLS
 
 
@@ -174,10 +174,7 @@ def markdown(rows: Sequence[dict], facts: dict) -> str:
 
 def draw(path: str, rows: Sequence[dict], facts: dict) -> None:
     """Time of a token and memory against V and against K: a colour a layer, a line style an implementation."""
-    import matplotlib  # here, because the processes that memory is measured in import this file
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     from matplotlib.lines import Line2D
 
     kinds = list(dict.fromkeys(split_layer(row["layer"])[0] for row in rows))
@@ -213,8 +210,7 @@ def draw(path: str, rows: Sequence[dict], facts: dict) -> None:
     figure.suptitle(
         f"{facts['machine']}, {facts['threads']} threads, {facts['dtype']}, torch {facts['torch']}", fontsize=8
     )
-    write_whole(path, lambda part: figure.savefig(part, dpi=150))
-    plt.close(figure)
+    save(plt, figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -23,11 +23,11 @@ import start
 import torch
 from tqdm import tqdm
 
-from mixtape_plugin.analysis import pictures
 from mixtape_plugin.analysis.bottleneck import LAYERS, MAP_SCORES, Fit, fit, random_conditional
 from mixtape_plugin.analysis.rank import log_prob_rank, singular_values
+from mixtape_plugin.drawing import pyplot, save
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import write_csv
+from mixtape_plugin.files import make_folder, write_csv
 
 CONCENTRATION = 0.05
 MAX_CELLS = 2**22
@@ -36,7 +36,7 @@ COLUMNS = ["layer", "KL from the truth (nats)", "rank of log P", "accuracy of th
 
 def draw(path: Path, fits: dict[str, Fit], true_sigma: torch.Tensor, title: str) -> None:
     """KL against steps, and singular values of log P over the largest one."""
-    plt = pictures.pyplot()
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     for name, result in fits.items():
         left.plot(range(len(result.curve)), result.curve, label=name)
@@ -46,12 +46,12 @@ def draw(path: Path, fits: dict[str, Fit], true_sigma: torch.Tensor, title: str)
     right.set(xlabel="index", ylabel="σ / σ_max", title="singular values of log P", yscale="log", xscale="log")
     left.legend(loc="lower left")
     right.legend(title="rank")
-    pictures.save(plt, figure, path)
+    save(plt, figure, path)
 
 
 def draw_maps(path: Path, maps: dict[str, torch.Tensor]) -> None:
     """f(z) of each map, and f(z) − z, which a softmax sees but for what is the same for all tokens."""
-    plt = pictures.pyplot()
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     for name, values in maps.items():
         left.plot(MAP_SCORES, values, label=name)
@@ -61,7 +61,7 @@ def draw_maps(path: Path, maps: dict[str, torch.Tensor]) -> None:
     left.set(xlabel="score z", ylabel="f(z)", title="maps of the scores before the softmax")
     right.set(xlabel="score z", ylabel="f(z) − z", title="what they change")
     left.legend()
-    pictures.save(plt, figure, path)
+    save(plt, figure, path)
 
 
 def table(fits: dict[str, Fit]) -> str:
@@ -105,10 +105,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {args.out} cannot be a folder: {error.strerror}") from None
+    make_folder(args.out)
 
     truth = torch.from_numpy(
         random_conditional(args.contexts, args.tokens, CONCENTRATION, np.random.default_rng(args.seed))

@@ -38,6 +38,7 @@ from mixtape_plugin.evaluation.command_line import (
     take_paper_settings,
 )
 from mixtape_plugin.evaluation.language_model import load_language_model, score, text
+from mixtape_plugin.files import make_folder
 
 WEIGHTS = [0.05, 0.1, 0.15, 0.2, 0.3]
 THETAS = [0.1, 0.3, 0.66, 1.0, 1.5]
@@ -107,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     model, task = load_language_model(args.path, args.data)
     if args.search:
-        grid_search.make_folder(args.out)
+        make_folder(args.out)
     model.to(device(args))
 
     def read(split):

@@ -53,6 +53,7 @@ import start
 from mixtape_plugin.analysis.result_pictures import draw_correlation, draw_curves, draw_differences, draw_lines
 from mixtape_plugin.analysis.results import (
     NOT_RUN,
+    SHOWN,
     collect,
     columns_of,
     csv_columns,
@@ -73,10 +74,10 @@ from mixtape_plugin.analysis.statistics import (
     groups_markdown,
     rename,
 )
+from mixtape_plugin.drawing import PICTURES
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import check_outputs, read_lines, write_csv, write_whole
+from mixtape_plugin.files import check_outputs, read_lines, write_csv, write_text, writing
 
-PICTURES = (".png", ".pdf", ".svg")
 BLOCK = "<!-- collect_results.py "
 
 
@@ -144,11 +145,16 @@ def write_page(path: str | Path) -> None:
             f"--page {path} has {openings} times {BLOCK!r} and {count} whole blocks, "
             f"{BLOCK}ARGUMENTS --> … <!-- end -->"
         )
-    write_whole(path, lambda part: part.write_text(filled, encoding="utf-8"))
+    write_text(path, filled)
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises UserError for the first option that is not allowed."""
+    """Raises UserError for the first option that is not allowed; gives --scatter its default."""
+    for option, value in (("--range", args.range), ("--scatter", args.scatter)):
+        if value and not args.correlate:
+            raise UserError(f"{option} {value} needs --correlate: name two columns")
+    if args.correlate and not args.scatter:
+        args.scatter = Path("correlation.png")
     pictures = {
         "--plot": args.plot,
         "--draw": args.draw and Path(args.draw[2]),
@@ -158,9 +164,6 @@ def check(args: argparse.Namespace) -> None:
     for option, path in pictures.items():
         if path and path.suffix.lower() not in PICTURES:
             raise UserError(f"{option} {path} is not allowed: a name that ends in .png, .pdf or .svg")
-    for option, value in (("--range", args.range), ("--scatter", args.scatter)):
-        if value and not args.correlate:
-            raise UserError(f"{option} {value} needs --correlate: name two columns")
     if args.differences and not args.baseline:
         raise UserError(
             f"--differences {args.differences} needs --baseline: name the layer that others are compared with"
@@ -230,7 +233,8 @@ def report(args: argparse.Namespace) -> str:
     rows = all_rows(args)
     of_groups = args.groups or args.baseline or args.groups_csv
     known = [*csv_columns(rows), *(("group", "n") if of_groups else ()), *(P_VALUES if args.baseline else ())]
-    columns = args.columns and split_columns(args.columns, known)
+    by_shown_name = {shown: name for name, shown in SHOWN.items()}
+    columns = args.columns and [by_shown_name.get(name, name) for name in split_columns(args.columns, known)]
     flags = []
     for name in dict.fromkeys((*(columns or ()), *(args.correlate or ()), *(args.draw or ())[:2])):
         if name not in known and any(value_of_flag(row["command"], name) for row in rows):
@@ -241,7 +245,7 @@ def report(args: argparse.Namespace) -> str:
     unknown = [name for name in columns or () if name not in known]
     if unknown:
         raise UserError(f"--columns {unknown[0]} is none of {', '.join(columns_of(rows))}")
-    text, lines, correlation, scatter = markdown(rows, columns), [], None, None
+    text, lines, correlation = markdown(rows, columns), [], None
     found = groups(rows)
     rename(found, args.name)
     if of_groups:
@@ -256,32 +260,29 @@ def report(args: argparse.Namespace) -> str:
     measured = [{**row, **{name: value_of(row[name]) for name in flags}} for row in rows]
     if args.correlate:
         correlation = correlate(measured, *args.correlate, args.range)
-        scatter = args.scatter or Path("correlation.png")
         text += (
             f"\n{args.correlate[1]} over {args.correlate[0]}: Pearson r = {correlation.r:.3f}, "
-            f"p = {correlation.p:.3g}, n = {len(correlation.rows)} ({scatter})\n"
+            f"p = {correlation.p:.3g}, n = {len(correlation.rows)} ({args.scatter})\n"
         )
     for option, path, write in (
-        ("--markdown", args.markdown, lambda path: write_whole(path, lambda p: p.write_text(text, encoding="utf-8"))),
+        ("--markdown", args.markdown, lambda path: write_text(path, text)),
         ("--csv", args.csv, lambda path: save_csv(path, rows)),
         ("--groups-csv", args.groups_csv, lambda path: save_groups(path, lines)),
         ("--plot", args.plot, lambda path: save_plot(path, found)),
         ("--draw", args.draw and args.draw[2], lambda path: draw_lines(path, measured, *args.draw[:2])),
         ("--differences", args.differences, lambda path: draw_differences(path, lines, baseline.name, columns)),
-        ("--scatter", scatter, lambda path: draw_correlation(path, correlation, *args.correlate)),
+        ("--scatter", args.scatter, lambda path: draw_correlation(path, correlation, *args.correlate)),
     ):
         if path:
-            try:
+            with writing(option, path):
                 write(path)
-            except OSError as error:
-                raise UserError(f"{option} {path} cannot be written: {error.strerror}") from None
     return text
 
 
 def save_csv(path: str | Path, rows: Sequence[dict]) -> None:
     columns = csv_columns(rows)
-    values = ({column: csv_row(row).get(column, NOT_RUN) for column in columns} for row in rows)
-    write_csv(path, columns, values)
+    cells = map(csv_row, rows)
+    write_csv(path, columns, ({column: row.get(column, NOT_RUN) for column in columns} for row in cells))
 
 
 def save_groups(path: str | Path, lines: Sequence[dict]) -> None:

@@ -22,7 +22,7 @@ import start
 
 from mixtape_plugin.analysis.results import table
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import read_lines, write_whole
+from mixtape_plugin.files import check_outputs, read_lines, write_text, writing
 
 
 def variety(name: str, replies: Sequence[Sequence[str]]) -> list[str]:
@@ -73,8 +73,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the page here rather than print it")
     args = parser.parse_args(argv)
 
-    contexts = read(args.data / "text" / "test.context")
-    responses = read(args.data / "text" / "test.response", len(contexts))
+    texts = args.data / "text" / "test.context", args.data / "text" / "test.response"
+    check_outputs({"--output": args.output}, [*texts, *(folder / "replies.txt" for folder in args.trainings)])
+    contexts = read(texts[0])
+    responses = read(texts[1], len(contexts))
     for number in args.contexts:
         if not 1 <= number <= len(contexts):
             raise UserError(f"--contexts {number} is not allowed: 1 to {len(contexts)}, the number of contexts")
@@ -88,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         trainings[name] = [line.split("\t") for line in read(folder / "replies.txt", len(contexts))]
     page = compare(trainings, contexts, responses, args.contexts, args.utterances)
     if args.output:
-        write_whole(args.output, lambda part: part.write_text(page, encoding="utf-8"))
+        with writing("--output", args.output):
+            write_text(args.output, page)
     else:
         print(page, end="")
 

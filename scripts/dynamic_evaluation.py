@@ -41,6 +41,7 @@ from mixtape_plugin.evaluation.dynamic_evaluation import (
     gradients_without_dropout,
 )
 from mixtape_plugin.evaluation.language_model import load_language_model, perplexity, text
+from mixtape_plugin.files import make_folder
 from mixtape_plugin.models.awd_lstm_lm import AWDLSTMLanguageModel
 
 FACTORS = (0.5, 0.75, 1, 1.5)  # of the paper's η and λ: the grid of --search
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"{args.data} is not allowed: one folder, since the gradients are of the whole training text")
     model, task = load_language_model(args.path, args.data)
     if args.search:
-        grid_search.make_folder(args.out)
+        make_folder(args.out)
         text(task, "valid")  # a split that is missing, before anything takes time
     model.to(device(args))
     tokens, train_tokens = len(text(task, args.subset)), len(text(task, "train"))

@@ -36,6 +36,7 @@ import torch
 from mixtape_plugin.analysis.bottleneck import random_conditional
 from mixtape_plugin.analysis.rank import log_prob_rank
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.files import writing
 
 SOURCE_WORDS, TARGET_WORDS, CONCENTRATION = 256, 256, 0.01
 MIN_WORDS, MAX_WORDS = 1, 7
@@ -102,14 +103,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--out {args.out} exists; choose a new folder, or remove it")
 
     try:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{args.out.name}.", dir=args.out.parent) as part:
-            corpus = Path(part, "corpus")
-            corpus.mkdir()
-            write_corpus(corpus, args.seed, sizes)
-            os.replace(corpus, args.out)
-    except OSError as error:
-        raise UserError(f"--out {args.out} cannot be written: {error.strerror}") from None
+        with writing("--out", args.out):
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=f".{args.out.name}.", dir=args.out.parent) as part:
+                corpus = Path(part, "corpus")
+                corpus.mkdir()
+                write_corpus(corpus, args.seed, sizes)
+                os.replace(corpus, args.out)
     except MemoryError:
         raise UserError("--train, --valid and --test are more sentences than fit in memory") from None
     print(f"{args.out}: " + ", ".join(f"{size:,} {split}" for split, size in sizes.items()) + " sentences")

@@ -15,48 +15,41 @@ from pathlib import Path
 
 import start
 import torch
-from fairseq import checkpoint_utils
 
 import mixtape_plugin
 from mixtape_plugin.analysis.rank import log_prob_rank
+from mixtape_plugin.analysis.trained_model import load
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.evaluation.language_model import Score
-from mixtape_plugin.files import write_csv, write_whole
+from mixtape_plugin.files import write_csv, write_text
 
 MAX_CONTEXTS = 2000
 COLUMNS = ("output layer", "BLEU", "test perplexity", "rank of log P", "parameters", "training tokens/s")
 
 
-def measure(checkpoint: Path, data: Path) -> tuple[float, torch.Tensor, int]:
+def measure(folder: Path, data: Path) -> tuple[float, torch.Tensor, int]:
     """Measures one trained model on the whole test set, each target counted once (</s> included).
 
     Returns:
         the mean negative log-likelihood in nats; log P [N, V] in at most ``MAX_CONTEXTS`` contexts, evenly spread over
         the set; the model's number of parameters.
     """
-    models, _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], {"data": str(data)})
-    model = models[0].eval()
-    task.load_dataset("test")
-    dataset = task.dataset("test")
-    total = int(dataset.tgt_sizes.sum())
+    trained = load(folder, str(data), "checkpoint_last.pt")
+    total = len(trained.read("test"))
     chosen = torch.zeros(total, dtype=torch.bool)
     chosen[torch.linspace(0, total - 1, min(total, MAX_CONTEXTS), dtype=torch.float64).long()] = True
     nll, done, rows = 0.0, 0, []
-    with torch.no_grad():
-        for sample in task.get_batch_iterator(dataset, max_tokens=4096).next_epoch_itr(shuffle=False):
-            features, _ = model(**sample["net_input"], features_only=True)
-            counted = sample["target"].ne(task.target_dictionary.pad())
-            log_probs, targets = model.decoder.output_projection.log_probs(features[counted]), sample["target"][counted]
-            nll -= log_probs.gather(1, targets.unsqueeze(1)).double().sum().item()
-            rows.append(log_probs[chosen[done : done + len(targets)]])
-            done += len(targets)
+    for log_probs, targets in trained.log_probs("test"):
+        nll -= log_probs.gather(1, targets.unsqueeze(1)).double().sum().item()
+        rows.append(log_probs[chosen[done : done + len(targets)]])
+        done += len(targets)
     assert done == total, f"{done} of {total} targets were measured"
-    return nll / total, torch.cat(rows), sum(p.numel() for p in model.parameters())
+    return nll / total, torch.cat(rows), sum(p.numel() for p in trained.model.parameters())
 
 
 def row(out: Path, layer: str) -> tuple[list, dict, int, int]:
     """What one training reached, BLEU with its signature, and the numbers of contexts and tokens of the rank."""
-    nll, log_probs, parameters = measure(out / layer / "checkpoint_last.pt", out / "data-bin")
+    nll, log_probs, parameters = measure(out / layer, out / "data-bin")
     speeds = [float(wps) for wps in re.findall(r"train_inner.*?wps=([\d.]+)", (out / layer / "train.log").read_text())]
     bleu = json.loads((out / layer / "score.json").read_text())[0]
     speed = f"{statistics.median(speeds):,.0f}" if speeds else "–"
@@ -85,7 +78,7 @@ def main() -> None:
     lines += [
         f"Perplexity of every token of the test set; rank over {contexts} of its contexts and {vocab_size} tokens."
     ]
-    write_whole(out / "table.md", lambda part: part.write_text("\n".join(lines) + "\n", encoding="utf-8"))
+    write_text(out / "table.md", "\n".join(lines) + "\n")
     write_csv(out / "table.csv", COLUMNS, (dict(zip(COLUMNS, cells)) for cells in rows))
     print("\n".join(lines))
 

@@ -27,7 +27,7 @@ from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.utils import get_reference_files
 
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import check_outputs, read_lines, write_whole
+from mixtape_plugin.files import check_outputs, read_lines, write_text, writing
 
 
 def sentences(path: str) -> list[str]:
@@ -144,11 +144,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         before = f"  after {row['preprocessing']}" if row["preprocessing"] else ""
         print(f"{row['metric']:<32}{row['score']:6.2f}  {row['signature']}{before}")
     if args.json is not None:
-        try:
-            text = json.dumps(results, indent=2) + "\n"
-            write_whole(args.json, lambda part: part.write_text(text, encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"--json {args.json} cannot be written: {error.strerror}") from None
+        with writing("--json", args.json):
+            write_text(args.json, json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import start
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.evaluation.dialog_bleu import SIGNATURE, corpus_bleu
-from mixtape_plugin.files import check_outputs, read_lines, write_whole
+from mixtape_plugin.files import check_outputs, read_lines, write_text, writing
 
 
 def read_generated(path: Path) -> list:
@@ -88,11 +88,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         results = score(replies, references)
         text = "".join("\t".join(" ".join(reply) for reply in nbest) + "\n" for nbest in replies)
-        for path, content in ((args.replies, text), (args.json, json.dumps(results, indent=2) + "\n")):
-            if path:
-                write_whole(path, lambda part, content=content: part.write_text(content, encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise UserError(str(error)) from None
+    outputs = {"--replies": (args.replies, text), "--json": (args.json, json.dumps(results, indent=2) + "\n")}
+    for option, (path, content) in outputs.items():
+        if path:
+            with writing(option, path):
+                write_text(path, content)
 
     for row in results:
         print(f"{row['metric']:<18}{row['score']:6.4f}  {row['signature']}")

@@ -246,16 +246,11 @@ def learn_sentencepiece(words, model, size):
     """A sentencepiece BPE model of the words and their counts; the text is taken as it is, without normalization."""
     import sentencepiece
 
-    def weighted():
-        with open(words, encoding="utf-8", newline="\n") as file:
-            for line in file:
-                yield "\t".join(line.rstrip("\n").rsplit(" ", 1))
-
     part = f"{model}.part"
     table = f"{words}.tsv.part"
     try:
-        with open(table, "w", encoding="utf-8", newline="\n") as file:
-            file.writelines(line + "\n" for line in weighted())
+        with open(words, "rb") as source, open(table, "wb") as file:
+            file.writelines(b"\t".join(line.rsplit(b" ", 1)) for line in source)
         sentencepiece.SentencePieceTrainer.train(
             input=table, input_format="tsv", model_prefix=part, model_type="bpe", vocab_size=size, num_threads=1,
             normalization_rule_name="identity", hard_vocab_limit=False, minloglevel=1,

@@ -44,7 +44,7 @@ hardware() { # the processor, how many threads fairseq-train may have, and a GPU
   local processor gpu
   processor=$(sed -n '/^model name[[:space:]]*: /{s///p;q;}' "${MIXTAPE_CPUINFO:-/proc/cpuinfo}" 2>/dev/null) || true
   gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sort | uniq -c | xargs) || true
-  echo "${processor:-$(uname -m)} (threads: ${OMP_NUM_THREADS:-$(getconf _NPROCESSORS_ONLN)})${gpu:+ with$gpu}"
+  echo "${processor:-$(uname -m)} (threads: ${OMP_NUM_THREADS:-$(getconf _NPROCESSORS_ONLN)})${gpu:+ with $gpu}"
 }
 
 commit() { # with "+" where files differ from it

@@ -76,7 +76,7 @@ def by_frequency(losses: dict, text: Text) -> list[dict]:
             if number:
                 gap = torch.where(here, loss - first, 0.0)
                 row["difference"] = gap.mean().item()
-                row["interval"] = NORMAL_95 * gap.std(correction=0).item() / n**0.5
+                row["interval"] = NORMAL_95 * gap.std(unbiased=False).item() / n**0.5
             found.append(row)
     return found
 

@@ -1,32 +1,12 @@
-"""The drawings of scripts/analyze.py, and how a drawing becomes a file, which appears whole or not at all."""
+"""The drawings of scripts/analyze.py."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mixtape_plugin.files import write_whole
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-def pyplot() -> ModuleType:
-    """matplotlib.pyplot without a display, imported where something is drawn."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def save(plt: ModuleType, figure: Figure, path: str | Path) -> None:
-    write_whole(path, lambda part: figure.savefig(part, dpi=150))
-    plt.close(figure)
+from mixtape_plugin.drawing import pyplot, save
 
 
 def draw_singular_values(path: str | Path, sigma: dict, thresholds: dict) -> None:

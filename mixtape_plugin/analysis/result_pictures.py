@@ -8,8 +8,8 @@ import textwrap
 from pathlib import Path
 from typing import Sequence
 
-from mixtape_plugin.analysis.pictures import pyplot, save
 from mixtape_plugin.analysis.statistics import Correlation, Group, is_ratio, numbers
+from mixtape_plugin.drawing import pyplot, save
 from mixtape_plugin.errors import UserError
 
 MOST_IN_A_PANEL = 8  # names of a legend beside its curves

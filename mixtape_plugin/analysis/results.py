@@ -23,6 +23,7 @@ LANGUAGE_MODEL = ("cache pointer", "dynamic evaluation")
 TRANSLATION = ("BLEU 13a", "BLEU intl", "BLEU 13a lower-cased", "BLEU tokenized", "chrF")
 DIALOG = "BLEU-1 precision"  # of scripts/score_dialog.py, among others
 CURVE = "validation by updates"
+SHOWN = {"wall s": "wall time"}  # columns that a table calls by another name
 RUN = ("tokens/s", "s an epoch", "wall s", "precision", "hardware", "commit")
 # What scripts/analyze.py and evaluate.sh --tune-lenpen leave in a training's folder; under "columns" what are columns.
 ANALYSES = ("rank.json", "predictions.json", "similarity.json", "lenpen.json")
@@ -350,7 +351,7 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def markdown(rows: Sequence[dict], columns: Sequence[str] | None = None) -> str:
     """A table with a line for each training, and the signatures of its scores; all columns unless some are given."""
     columns = columns or columns_of(rows)
-    names = ["wall time" if column == "wall s" else column for column in columns]
+    names = [SHOWN.get(column, column) for column in columns]
     several = len({row["folder"] for row in rows}) > 1
     text = table(names, ([cell(column, row.get(column)) for column in columns] for row in rows))
     notes = {}  # columns, by what is said of them

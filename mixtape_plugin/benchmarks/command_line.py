@@ -14,8 +14,9 @@ from typing import Callable, Iterable, Sequence
 import torch
 
 from mixtape_plugin.benchmarks.measuring import ROOT, Budget, available_memory
+from mixtape_plugin.drawing import PICTURES
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import write_csv
+from mixtape_plugin.files import write_csv, writing
 
 
 def add_common_options(
@@ -66,7 +67,7 @@ def check_common_options(args: argparse.Namespace, **least) -> None:
     for option, path in (("--out", args.out), ("--plot", args.plot)):
         if path and not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
             raise UserError(f"{option} {path} cannot be written: its folder is missing or read-only")
-    if args.plot and Path(args.plot).suffix not in (".png", ".pdf", ".svg"):
+    if args.plot and Path(args.plot).suffix not in PICTURES:
         raise UserError(f"--plot {args.plot} is not allowed: a name that ends in .png, .pdf or .svg")
 
 
@@ -160,7 +161,5 @@ def write_outputs(
     )
     for option, path, write in outputs:
         if path:
-            try:
+            with writing(option, path):
                 write(path)
-            except OSError as error:
-                raise UserError(f"{option} {path} cannot be written: {error.strerror}") from None

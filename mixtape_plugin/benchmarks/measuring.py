@@ -6,6 +6,7 @@ import contextlib
 import math
 import multiprocessing
 import os
+import re
 import resource
 import statistics
 import sys
@@ -18,6 +19,11 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder that the package is in
+# Of a container, cgroups of version 2 and 1: its limit, what it uses of it, and what that is.
+CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
+    *(tuple(f"/sys/fs/cgroup/memory/memory.{name}" for name in ("limit_in_bytes", "usage_in_bytes", "stat")),),
+)
 
 
 class Setting(NamedTuple):
@@ -92,19 +98,24 @@ def in_fresh_process(function: Callable, *args) -> Any:
 
 def available_memory(device: str) -> int:
     """Bytes that are free now: on the GPU, with what torch keeps there for reuse, or on the machine and at most what a
-    container allows."""
+    container has left of its limit."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if os.path.exists("/proc/meminfo"):
         with open("/proc/meminfo") as file:
             free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if os.path.exists(path):
-            with open(path) as file:
-                limit = file.read().strip()
-            free = free if limit == "max" else min(free, int(limit))
+    for limit, used, cache in CGROUPS:
+        if os.path.exists(limit) and Path(limit).read_text().strip() != "max":
+            taken = int(Path(used).read_text()) - reclaimable(cache)
+            free = min(free, max(int(Path(limit).read_text()) - taken, 0))
     return free
+
+
+def reclaimable(stat: str) -> int:
+    """Bytes of files that a container keeps in memory and gives up when it needs them, by its statistics."""
+    found = re.search(r"^(?:total_)?inactive_file (\d+)$", Path(stat).read_text(), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def largest_batch(peak: Callable[[int], int], budget: float, start: int, least: int, most: int) -> tuple:

@@ -80,9 +80,9 @@ def network_args(layer: str, shape: TextShape, sizes: str = "same") -> Namespace
     Args:
         layer: a name of :func:`~mixtape_plugin.benchmarks.workloads.layer_options`, with -K where it takes one.
         sizes: ``own``: those of each layer's architecture, as one would train it (MoS's for a layer that has none);
-            ``same``: MoS's for all, so that networks differ in the output layer only. The last layer of softmax, which
-            is tied and has no projection, is then E wide. Transformers are the same anyway; their hidden size is that
-            of the feed-forward layers.
+            ``same``: MoS's for all, so that networks differ in the output layer only. The last LSTM before a layer
+            without a projection, which is tied, is then E wide. Transformers are the same anyway; their hidden size is
+            that of the feed-forward layers.
     """
     kind, k = split_layer(layer)
     args = Namespace(**layer_options()[kind])

@@ -226,17 +226,13 @@ def sized_layer(layer: str, shape: Shape) -> OutputLayer:
         return build_layer(Variant(layer), shape)
 
 
-def multiply_adds(layer: str, shape: Shape, projected: bool = False) -> int:
+def multiply_adds(layer: str, shape: Shape) -> int:
     """Multiply-adds a token of the layer's matrix products, forward; forward and backward are 6 times as many FLOPs.
 
     softmax V·E; MoC V·E + K·E·D; MoS K·V·E + K·E·D; Mixtape V·E + (K−1)·S·E + K·E·D + (K−1)·d2·(S + D). Left out are
     the priors, the shared gates and all that is no matrix product.
-
-    Args:
-        projected: count the D to E projection that layers without one need to start from the mixtures' features.
     """
-    projection = 0 if class_of(layer).has_projection else shape.embed_dim * shape.feature_dim
-    return sized_layer(layer, shape).multiply_adds + (projection if projected else 0)
+    return sized_layer(layer, shape).multiply_adds
 
 
 def fused_memory(layer: OutputLayer, tokens: int, smooth: bool, size: int = 4) -> int:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import write_csv, write_whole
+from mixtape_plugin import drawing
+from mixtape_plugin.files import write_csv
 
 
 def best(rows: list[dict]) -> dict:
@@ -28,27 +28,14 @@ def table(rows: list[dict]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in cells)
 
 
-def make_folder(path: Path) -> None:
-    """Makes --out before the hours of a search; raises UserError where it cannot be."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {path} cannot be a folder: {error.strerror}") from None
-
-
 def save(rows: list[dict], folder: Path, x: str, y: str, title: str) -> None:
     """Writes search.csv, all rows, and search.png, perplexity over two hyper-parameters, at the best of the others."""
-
     write_csv(folder / "search.csv", list(rows[0]), rows)
-    write_whole(folder / "search.png", lambda part: draw(rows, part, x, y, title))
+    draw(rows, folder / "search.png", x, y, title)
 
 
 def draw(rows: list[dict], path: Path, x: str, y: str, title: str) -> None:
-    import matplotlib  # only a search draws
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = drawing.pyplot()
     xs, ys = (sorted({row[name] for row in rows}) for name in (x, y))
     at = {(i, j): [row for row in rows if row[x] == i and row[y] == j] for i in xs for j in ys}
     grid = [[best(at[i, j])["perplexity"] for i in xs] for j in ys]
@@ -61,5 +48,4 @@ def draw(rows: list[dict], path: Path, x: str, y: str, title: str) -> None:
     axes.set_xticks(range(len(xs)), [f"{value:g}" for value in xs])
     axes.set_yticks(range(len(ys)), [f"{value:g}" for value in ys])
     figure.colorbar(image, label="perplexity")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    drawing.save(plt, figure, path)

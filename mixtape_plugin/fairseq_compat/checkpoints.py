@@ -141,7 +141,8 @@ def check_output_layer(path: str, options: object, model: BaseFairseqModel, new_
                     "another --save-dir; --finetune-from-model begins a new training from its weights"
                 )
             logger.warning(f"{path} was trained with {flag} {saved}; its weights begin a training with {given}")
-            return
+            if option == "output_layer":
+                return  # of another, options of this one say nothing
 
 
 def copy_checkpoints_whole() -> None:

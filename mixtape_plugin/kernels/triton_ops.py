@@ -494,7 +494,7 @@ def mix_kernel(
             normals = normals + normal4(seed, columns, tl.program_id(0) // blocks, group)
     values = ()  # of the nodes 2K-2, 2K-3, ... 0: that of node i has index 2K-2-i, the children of j are 2j+1 and 2j+2
     for node in tl.static_range(2 * K - 2, K - 2, -1):
-        values = values + (tl.load(leaves + (LEAVES >> 8 * node & 255) * stride_leaf, mask=inside).to(ACC),)
+        values = values + (tl.load(leaves + (LEAVES >> 16 * node & 65535) * stride_leaf, mask=inside).to(ACC),)
     for node in tl.static_range(K - 2, -1, -1):
         logit = tl.load(gates + node * stride_gate, mask=inside).to(ACC)
         if noise > 0:
@@ -503,7 +503,7 @@ def mix_kernel(
         difference = values[2 * K - 3 - 2 * node] - values[2 * K - 4 - 2 * node]
         values = values + (values[2 * K - 4 - 2 * node] + gamma * difference,)
         tl.store(gates + node * stride_gate, gamma, mask=inside)
-        tl.store(leaves + (SLOTS >> 8 * node & 255) * stride_leaf, difference, mask=inside)
+        tl.store(leaves + (SLOTS >> 16 * node & 65535) * stride_leaf, difference, mask=inside)
     tl.store(out + row * stride_root_row + columns, values[2 * K - 2], mask=inside)
 
 
@@ -534,13 +534,13 @@ def mix_backward_kernel(
     grads = (tl.load(grad + row * stride_root_row + columns, mask=inside).to(ACC),)  # of the nodes 0, 1, ... 2K-2
     for node in tl.static_range(K - 1):
         gamma = tl.load(gates + node * stride_gate, mask=inside).to(ACC)
-        difference = tl.load(leaves + (SLOTS >> 8 * node & 255) * stride_leaf, mask=inside).to(ACC)
+        difference = tl.load(leaves + (SLOTS >> 16 * node & 65535) * stride_leaf, mask=inside).to(ACC)
         left = grads[node] * gamma
         tl.store(gates + node * stride_gate, left * difference * (1.0 - gamma), mask=inside)
         grads = grads + (left, grads[node] * (1.0 - gamma))
     tl.debug_barrier()  # every difference has been read before a leaf's gradient takes its place
     for node in tl.static_range(K - 1, 2 * K - 1):
-        tl.store(leaves + (LEAVES >> 8 * node & 255) * stride_leaf, grads[node], mask=inside)
+        tl.store(leaves + (LEAVES >> 16 * node & 65535) * stride_leaf, grads[node], mask=inside)
 
 
 def mix_(leaves: Tensor, gates: Tensor, noise: float, out: Tensor) -> None:
@@ -562,9 +562,9 @@ def mix_backward_(leaves: Tensor, gates: Tensor, grad: Tensor) -> None:
 
 def tree_slots(num_components: int) -> Tuple[int, int]:
     """The component that each leaf is, and the slot that the difference of each node with children goes to. Node j has
-    bits 8j to 8j+7 of an integer: Triton before 3.4 has no constant tuples."""
-    components = sum(component << 8 * node for node, component in enumerate(rightmost_leaves(num_components)))
-    differences = sum(node.left << 8 * node.number for node in nodes_bottom_up(num_components))
+    bits 16j to 16j+15 of an integer: Triton before 3.4 has no constant tuples."""
+    components = sum(component << 16 * node for node, component in enumerate(rightmost_leaves(num_components)))
+    differences = sum(node.left << 16 * node.number for node in nodes_bottom_up(num_components))
     return components, differences
 
 

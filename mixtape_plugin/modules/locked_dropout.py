@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def locked_dropout(x: Tensor, p: float, training: bool, time_dim: int = 1) -> Tensor:
+def locked_dropout(x: Tensor, p: float, training: bool) -> Tensor:
     """Zeroes elements of ``x`` with probability ``p`` and scales the rest by 1/(1−p), the same ones at each step.
 
     Args:
-        x: [B, T, ...] (``time_dim=1``) or [T, B, ...] (``time_dim=0``).
+        x: [B, T, ...].
 
     Raises:
         ValueError: ``x`` has no batch, time and feature dimensions.
@@ -19,5 +19,5 @@ def locked_dropout(x: Tensor, p: float, training: bool, time_dim: int = 1) -> Te
         return x
     if x.dim() < 3:
         raise ValueError(f"locked dropout needs [batch, time, features], not a tensor of shape {list(x.shape)}")
-    mask = F.dropout(x.new_ones(x.shape[:time_dim] + (1,) + x.shape[time_dim + 1 :]), p)
+    mask = F.dropout(x.new_ones(x.size(0), 1, *x.shape[2:]), p)
     return x * mask

@@ -153,7 +153,8 @@ class OutputLayer(nn.Module):
 
     @property
     def logit_bias(self) -> Tensor:
-        """The bias, −∞ where a token cannot be predicted: the one way in which every layer masks its vocabulary."""
+        """The bias, −∞ where a token cannot be predicted: the way in which layers mask their vocabulary, but for
+        maps of the scores, which mask what they have mapped."""
         if self.vocabulary_mask is None:
             return self.bias
         return self.bias.masked_fill(self.vocabulary_mask, -torch.inf)

@@ -17,7 +17,7 @@ from conftest import SENTENCES, generate_args, hypotheses, run, train_args
 from recipes import ROOT, load_script
 
 from mixtape_plugin.analysis.results import collect
-from mixtape_plugin.benchmarks import network_benchmark, output_layer_benchmark, workloads
+from mixtape_plugin.benchmarks import network_benchmark, output_layer_benchmark
 from mixtape_plugin.output_layers import OUTPUT_LAYERS, MixtureLayer, OutputLayerConfig, build_output_layer
 
 TRAINING, LAYER, CURVE = re.findall(
@@ -161,8 +161,6 @@ def test_benchmark_of_layers(monkeypatch, tmp_path):
     assert [int(row["parameters"]) for row in rows] == parameters
     ratios = [1, 1, 1, 1, (300 + 2 * 60) / 300, (300 + 3 * 60) / 300]
     assert [float(row["flop_ratio"]) for row in rows] == pytest.approx(ratios)
-    shape = workloads.Shape("", 50, 6, 10, 3, 0.2, 20)
-    assert workloads.multiply_adds("fixnorm", shape, projected=True) == 300 + 60
 
 
 def test_benchmark_of_networks(monkeypatch, tmp_path):

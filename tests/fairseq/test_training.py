@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import sys
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from conftest import (
     LAYERS,
     SENTENCES,
+    build_model,
     build_small_model,
     console_script,
     generate_args,
@@ -31,6 +33,7 @@ from fairseq_cli.train import should_stop_early
 from mixtape_plugin.criterions.awd_lstm_cross_entropy import AWDLSTMCrossEntropy
 from mixtape_plugin.criterions.output_layer_cross_entropy import OutputLayerCrossEntropy
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.fairseq_compat.checkpoints import check_output_layer
 from mixtape_plugin.output_layers import base
 
 NO_NOISE = "--dropout 0 --gate-noise 0".split()
@@ -204,6 +207,16 @@ def test_another_layer_of_the_same_shapes(before, after, flag, data, tmp_path):
     assert re.search(rf"WARNING .* was trained with {flag} \S+; its weights begin a training with", output)
     output = run("train", *train_args(data, tmp_path / "second", *more, "--max-update", 6)).stdout
     assert "Loaded checkpoint" in output and "was trained with" not in output
+
+
+def test_every_option_that_differs_is_said(caplog):
+    """Where the layer is another one, its options say nothing."""
+    options = {"output_layer": "gss", "gss_c": -1.0, "gss_k": 3.0}
+    for layer, said in ("gss", ["--gss-c", "--gss-k"]), ("softmax", ["--output-layer"]):
+        caplog.clear()
+        saved = Namespace(**{**options, "output_layer": layer})
+        check_output_layer("a.pt", saved, build_model(output_layer="gss"), new_training=True)
+        assert [re.search(r"trained with (\S+)", record.message)[1] for record in caplog.records] == said
 
 
 @pytest.mark.slow

@@ -113,6 +113,15 @@ def test_the_second_stage_is_printed_before_the_first_has_ended(venv):
     assert mistake("wmt14_en_de", "train.sh", "mos", "--smoke", "--max-tokens", 7, MIXTAPE_VENV=venv) == message
 
 
+def test_the_log_names_the_hardware(data, tmp_path):
+    (tmp_path / "cpuinfo").write_text("model name\t: EPYC\n")
+    venv = machine(tmp_path / "venv", fairseq_train="true", nvidia_smi="printf 'H100\\nH100\\n'")
+    args = ["softmax", "--data", data, "--save", tmp_path / "save"]
+    done = run("ptb", "train.sh", *args, MIXTAPE_VENV=venv, OMP_NUM_THREADS=3, MIXTAPE_CPUINFO=tmp_path / "cpuinfo")
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"train.sh: commit \S+, on EPYC \(threads: 3\) with 2 H100, command ", done.stdout), done.stdout
+
+
 # The recipes that train in bfloat16 on a CPU
 @pytest.mark.parametrize("example", ["multi30k", "ptb", "switchboard", "text8", "wikitext2"])
 @pytest.mark.parametrize("gpus", [0, 1])

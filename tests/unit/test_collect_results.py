@@ -274,6 +274,8 @@ def test_a_csv_file_stands_for_its_trainings(folder, capsys, tmp_path):
     at = rows[0].index("precision")
     with open(earlier, "w", newline="") as kept:
         csv.writer(kept).writerows(row[:at] + row[at + 2 :] for row in rows)
+    collect_results.main([str(earlier), "--columns", "training,wall time"])  # as the table calls it
+    assert "| wall time |" in capsys.readouterr().out
     collect_results.main([str(earlier), "--columns", "training,hardware,commit"])
     assert [row["hardware"] for row in table_of(capsys.readouterr().out)[0]] == ["not run"] * 3
 

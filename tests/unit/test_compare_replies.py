@@ -83,5 +83,8 @@ def test_mistakes(folder):
     assert mistake(*arguments(folder, "softmax", "softmax")).endswith("another training is called softmax, too")
     assert mistake(*arguments(folder, "moc")) == f"{folder}/moc/replies.txt cannot be read: No such file or directory"
     (folder / "mos" / "replies.txt").write_text("a\n")
+    with pytest.raises(UserError, match="^--output .*/softmax/replies.txt is not allowed, as .* is read, too: choose"):
+        compare_replies.main([*one, "--output", str(folder / "softmax" / "replies.txt")])
+    assert (folder / "softmax" / "replies.txt").read_text().startswith("yeah\tno\n")
     problem = f"{folder}/mos/replies.txt has 1 lines for 3 contexts: of another test set?"
     assert mistake(*arguments(folder, "softmax", "mos")) == problem

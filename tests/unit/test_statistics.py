@@ -318,6 +318,10 @@ def test_correlation_on_the_command_line(trainings, capsys, tmp_path, monkeypatc
         (["--columns", "test ppl,p Welch"], "--columns p Welch is none of"),  # without a baseline
         (["--range", "1", "2"], "--range .* needs --correlate: name two columns"),
         (["--correlate", "rank", "test ppl", "--scatter", "a.txt"], "--scatter a.txt is not allowed"),
+        (
+            ["--correlate", "rank", "test ppl", "--plot", "correlation.png"],
+            "--scatter correlation.png is not allowed, as --plot names it",
+        ),
     ],
 )
 def test_mistakes(args, sentence, trainings, tmp_path, monkeypatch):

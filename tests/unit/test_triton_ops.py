@@ -22,6 +22,7 @@ with mock.patch.dict(os.environ, MODE):
     from mixtape_plugin.kernels import common, dispatch, mixtape, torch_ops
     from mixtape_plugin.kernels import triton_ops as ops
     from mixtape_plugin.kernels.curves import Curve, GeneralizedSigSoftmax, PiecewiseLinear
+    from mixtape_plugin.kernels.sigmoid_tree import nodes_bottom_up, rightmost_leaves
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # infinities and NaN are part of the tests; numpy, which the interpreter computes with, warns of them
@@ -436,6 +437,15 @@ def test_sigmoid_tree(dtype, k, n, size):
         torch.testing.assert_close(gates.cpu().double(), exact_logits.grad, rtol=eps, atol=eps)
     assert torch.equal(out, grad)
     assert all(torch.equal(rest(tensor), old) for tensor, old in zip((leaves, gates, out), before))
+
+
+@pytest.mark.parametrize("k", [2, 9, 300])
+def test_components_and_slots_of_a_large_tree(k):
+    """Packed into an integer, none runs into its neighbour."""
+    components, slots = ops.tree_slots(k)
+    assert [components >> 16 * node & 65535 for node in range(2 * k - 1)] == list(rightmost_leaves(k))
+    found = {node.number: slots >> 16 * node.number & 65535 for node in nodes_bottom_up(k)}
+    assert found == {node.number: node.left for node in nodes_bottom_up(k)} and slots >> 16 * k == 0
 
 
 @pytest.mark.parametrize("k", range(2, 10))

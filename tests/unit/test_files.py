@@ -1,0 +1,43 @@
+"""What is written appears whole or not at all."""
+
+import os
+
+import pytest
+
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.files import make_folder, write_text, write_whole, writing
+
+
+def test_of_two_that_write_one_file_at_once_none_takes_the_others_part(tmp_path, monkeypatch):
+    path = tmp_path / "table.csv"
+
+    def slowly(part):
+        part.write_text("the first")
+        monkeypatch.setattr(os, "getpid", lambda: -1)  # another process begins and ends meanwhile
+        write_text(path, "the other")
+        assert path.read_text() == "the other"
+
+    write_whole(path, slowly)
+    assert path.read_text() == "the first" and os.listdir(tmp_path) == ["table.csv"]
+
+
+def test_what_fails_halfway_leaves_what_was_there(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text("before")
+
+    def half(part):
+        part.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match=f"^--out {path} cannot be written: No space left on device$"):
+        with writing("--out", path):
+            write_whole(path, half)
+    assert path.read_text() == "before" and os.listdir(tmp_path) == ["table.csv"]
+
+
+def test_a_folder_in_the_place_of_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    make_folder(tmp_path / "new" / "deep")
+    assert (tmp_path / "new" / "deep").is_dir()
+    with pytest.raises(UserError, match=f"^--out {tmp_path}/file cannot be a folder: File exists$"):
+        make_folder(tmp_path / "file")
