@@ -13,16 +13,8 @@ archive = zipfile.ZipFile(sys.argv[1])
 (name,) = [name for name in archive.namelist() if name.split("/")[-1] == sys.argv[2]]
 shutil.copyfileobj(archive.open(name), sys.stdout.buffer)' "$1" "$2" 2>/dev/null
 }
-binarize() { # binarize FOLDER FLAGS...: fairseq-preprocess with the dictionary $dict
-  local folder=$1
-  shift
-  [ ! -f "$folder/dict.txt" ] || return 0
-  rm -rf "$folder/binarizing"
-  # No padding of the dictionary: every symbol of it is one of the text.
-  preprocess --only-source --padding-factor 1 --srcdict "$dict" --workers "$workers" --destdir "$folder/binarizing" "$@"
-  mv "$folder"/binarizing/{preprocess.log,*.bin,*.idx} "$folder/"
-  mv "$folder/binarizing/dict.txt" "$folder/" # last: fairseq-train takes no data without it
-  rm -r "$folder/binarizing"
+binarize_text() { # binarize_text FOLDER FLAG...: with the dictionary $dict
+  binarize "$1" dict.txt --only-source --srcdict "$dict" "${@:2}"
 }
 dictionary() { # dictionary FLAGS...: $dict, of the texts given, most frequent words first; nothing where --dict gave one
   [ -z "$dict" ] || return 0

@@ -56,6 +56,21 @@ preprocess() { # preprocess FLAG...: fairseq-preprocess; of what it says, the la
   local said
   said=$(fairseq-preprocess "$@" 2>&1 | tail -n 1) || die "fairseq-preprocess failed ($?): $said; running it again goes on from $text"
 }
+# binarize FOLDER DICTIONARY FLAG...: fairseq-preprocess; its files come to FOLDER when all are there, DICTIONARY the last, since
+# fairseq-train takes no data without it; nothing where that is there. No padding of it: every symbol is one of the text
+binarize() {
+  local folder=$1 dictionary=$2 file
+  shift 2
+  [ ! -f "$folder/$dictionary" ] || return 0
+  echo "prepare.sh: $folder/binarizing" >&2
+  rm -rf "$folder/binarizing"
+  preprocess --padding-factor 1 --workers "$workers" --destdir "$folder/binarizing" "$@"
+  for file in "$folder"/binarizing/*; do
+    [ "${file##*/}" = "$dictionary" ] || mv "$file" "$folder/"
+  done
+  mv "$folder/binarizing/$dictionary" "$folder/"
+  rm -r "$folder/binarizing"
+}
 checksum() { # checksum md5|sha256 FILE
   python -c 'import hashlib, sys
 digest = hashlib.new(sys.argv[1])

@@ -113,15 +113,9 @@ subwords() { # subwords [--clean|--lower-case]: from $text/raw.* to binarized da
   done
 
   # One dictionary. fairseq orders it by frequency over both languages, as Mixtape's gate sharing needs: its first half
-  # gets gates of its own. No padding: every symbol of the vocabulary is one of the text.
-  if [ ! -f "$out/dict.$target.txt" ]; then
-    echo "prepare.sh: $out/binarizing" >&2
-    rm -rf "$out/binarizing"
-    preprocess --source-lang en --target-lang "$target" --joined-dictionary --padding-factor 1 --workers "$workers" \
-      --trainpref "$text/bpe.train" --validpref "$text/bpe.valid" --testpref "$text/bpe.test" --destdir "$out/binarizing"
-    mv "$out"/binarizing/{train,valid,test}.* "$out/binarizing/dict.en.txt" "$out/"
-    mv "$out/binarizing/dict.$target.txt" "$out/" # last: fairseq-train takes no data without it
-    rm -r "$out/binarizing"
-  fi
+  # gets gates of its own.
+  binarize "$out" "dict.$target.txt" --source-lang en --target-lang "$target" --joined-dictionary \
+    --trainpref "$text/bpe.train" --validpref "$text/bpe.valid" --testpref "$text/bpe.test"
+  rm -f "$out/preprocess.log" # the same text gives the same files, wherever they are
   echo "prepare.sh: $out is ready: $(lines "$text/bpe.train.en") training pairs, $(lines "$out/dict.$target.txt") subwords"
 }

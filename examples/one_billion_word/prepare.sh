@@ -40,7 +40,7 @@ for ((i = 0; i < shards; i++)); do
   shard=$(printf %02d "$i") evaluation=()
   mkdir -p "$out/shard$shard"
   [ "$i" -gt 0 ] || evaluation=(--validpref "$text/valid" --testpref "$text/test")
-  binarize "$out/shard$shard" --trainpref "$text/train.$shard" "${evaluation[@]+"${evaluation[@]}"}"
+  binarize_text "$out/shard$shard" --trainpref "$text/train.$shard" "${evaluation[@]+"${evaluation[@]}"}"
 done
 
 train=0

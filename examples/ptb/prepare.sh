@@ -35,5 +35,5 @@ for split in train valid test; do
 done
 
 dictionary "${texts[@]}"
-binarize "$out" "${prefixes[@]}"
+binarize_text "$out" "${prefixes[@]}"
 summary "$out" 10000 929589 73760 82430

@@ -65,15 +65,8 @@ if [ -f "$text/$file" ]; then
 fi
 
 make "$text/dict.txt" dialog dictionary "$text/train.jsonl" --types "$types"
-if [ ! -f "$out/dict.response.txt" ]; then
-  echo "prepare.sh: $out/binarizing" >&2
-  rm -rf "$out/binarizing"
-  preprocess --source-lang context --target-lang response --joined-dictionary --srcdict "$text/dict.txt" --padding-factor 1 \
-    --workers "$workers" --trainpref "$text/train" --validpref "$text/valid" --testpref "$text/test" --destdir "$out/binarizing"
-  mv "$out"/binarizing/{preprocess.log,train.*,valid.*,test.*,dict.context.txt} "$out/"
-  mv "$out/binarizing/dict.response.txt" "$out/" # last: fairseq-train takes no data without it
-  rm -r "$out/binarizing"
-fi
+binarize "$out" dict.response.txt --source-lang context --target-lang response --joined-dictionary --srcdict "$text/dict.txt" \
+  --trainpref "$text/train" --validpref "$text/valid" --testpref "$text/test"
 summary() { # summary SPLIT: its pairs and target tokens with </s>, as fairseq-preprocess counted them
   sed -n "s|^\[response\] .*/$1\.response: \([0-9]*\) sents, \([0-9]*\) tokens, \([0-9.e-]*%\).*|$1 \1 pairs, \2 tokens (\3 unknown)|p" \
     "$out/preprocess.log" | tail -n 1

@@ -43,7 +43,7 @@ make "$text/valid" part "$train" "$valid"
 make "$text/test" part $((train + valid)) "$test"
 
 dictionary "$text"/{train,valid,test}
-binarize "$out" --trainpref "$text/train" --validpref "$text/valid" --testpref "$text/test"
+binarize_text "$out" --trainpref "$text/train" --validpref "$text/valid" --testpref "$text/test"
 symbols=$(lines "$out/dict.txt")
 [ "$symbols" -eq 27 ] || echo "prepare.sh: text8 has 27 symbols, this text $symbols" >&2
 echo "prepare.sh: $out is ready: $symbols symbols, $train training, $valid validation and $test test characters"

@@ -37,5 +37,5 @@ for split in train valid test; do
 done
 
 dictionary "${texts[@]}"
-binarize "$out" "${prefixes[@]}"
+binarize_text "$out" "${prefixes[@]}"
 summary "$out" 33278 2088628 217646 245569
