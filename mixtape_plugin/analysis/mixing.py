@@ -85,7 +85,10 @@ def by_frequency(found: dict, components: dict, text: Text) -> list[dict]:
     """
     return [
         {
-            **{"rank": name, "tokens": int(here.sum()), "training": model, "K": components[model]},
+            "rank": name,
+            "tokens": int(here.sum()),
+            "training": model,
+            "K": components[model],
             **{column: values[here].double().mean().item() for column, values in measures.items()},
         }
         for name, here in members(text).items()
