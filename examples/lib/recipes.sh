@@ -64,7 +64,7 @@ binarize() {
   [ ! -f "$folder/$dictionary" ] || return 0
   echo "prepare.sh: $folder/binarizing" >&2
   rm -rf "$folder/binarizing"
-  preprocess --padding-factor 1 --workers "$workers" --destdir "$folder/binarizing" "$@"
+  preprocess --padding-factor 1 --workers "$workers" "$@" --destdir "$folder/binarizing"
   for file in "$folder"/binarizing/*; do
     [ "${file##*/}" = "$dictionary" ] || mv "$file" "$folder/"
   done
