@@ -39,7 +39,10 @@ BY_TOKEN = ("target", "log_prior", "nll", "log_sum_exp", "spread", "posterior", 
 def empty_rows(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory [rows, columns] for a chunk's scores, leaves or gate logits. Each row begins at a multiple of 16 elements,
     without which loads and stores would be of one element at a time."""
-    return torch.empty(rows, triton.cdiv(columns, 16) * 16, dtype=dtype, device=device)[:, :columns]
+    memory = torch.empty(rows, triton.cdiv(columns, 16) * 16, dtype=dtype, device=device)
+    if device.type == "cpu":  # in Triton's interpreter: a CPU with AMX multiplies what pads a row by 0, which NaN outlives
+        memory.zero_()
+    return memory[:, :columns]
 
 
 # ---------------------------------------------------------------------------------------------- softmax
