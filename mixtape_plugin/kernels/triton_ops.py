@@ -40,7 +40,7 @@ def empty_rows(rows: int, columns: int, dtype: torch.dtype, device: torch.device
     """Memory [rows, columns] for a chunk's scores, leaves or gate logits. Each row begins at a multiple of 16 elements,
     without which loads and stores would be of one element at a time."""
     memory = torch.empty(rows, triton.cdiv(columns, 16) * 16, dtype=dtype, device=device)
-    if device.type == "cpu":  # in Triton's interpreter: a CPU with AMX multiplies what pads a row by 0, which NaN outlives
+    if device.type == "cpu":  # interpreted; processors with AMX multiply what pads a row by 0, and NaN · 0 is NaN
         memory.zero_()
     return memory[:, :columns]
 
