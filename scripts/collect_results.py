@@ -111,7 +111,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--correlate", nargs=2, metavar="COLUMN", help="also Pearson's r of these two columns")
     parser.add_argument("--range", nargs=2, type=float, metavar=("LO", "HI"), help="of the second column, what counts")
     parser.add_argument("--scatter", type=Path, metavar="PNG", help="draw it here (default: correlation.png)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.correlate and not args.scatter:
+        args.scatter = Path("correlation.png")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -149,12 +152,7 @@ def write_page(path: str | Path) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises UserError for the first option that is not allowed; gives --scatter its default."""
-    for option, value in (("--range", args.range), ("--scatter", args.scatter)):
-        if value and not args.correlate:
-            raise UserError(f"{option} {value} needs --correlate: name two columns")
-    if args.correlate and not args.scatter:
-        args.scatter = Path("correlation.png")
+    """Raises UserError for the first option that is not allowed."""
     pictures = {
         "--plot": args.plot,
         "--draw": args.draw and Path(args.draw[2]),
@@ -164,6 +162,9 @@ def check(args: argparse.Namespace) -> None:
     for option, path in pictures.items():
         if path and path.suffix.lower() not in PICTURES:
             raise UserError(f"{option} {path} is not allowed: a name that ends in .png, .pdf or .svg")
+    for option, value in (("--range", args.range), ("--scatter", args.scatter)):
+        if value and not args.correlate:
+            raise UserError(f"{option} {value} needs --correlate: name two columns")
     if args.differences and not args.baseline:
         raise UserError(
             f"--differences {args.differences} needs --baseline: name the layer that others are compared with"

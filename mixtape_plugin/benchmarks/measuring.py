@@ -21,8 +21,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]  # the folder that the package is in
 # Of a container, cgroups of version 2 and 1: its limit, what it uses of it, and what that is.
 CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
-    *(tuple(f"/sys/fs/cgroup/memory/memory.{name}" for name in ("limit_in_bytes", "usage_in_bytes", "stat")),),
+    tuple(f"/sys/fs/cgroup/memory.{name}" for name in ("max", "current", "stat")),
+    tuple(f"/sys/fs/cgroup/memory/memory.{name}" for name in ("limit_in_bytes", "usage_in_bytes", "stat")),
 )
 
 
