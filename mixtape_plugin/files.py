@@ -107,3 +107,19 @@ def write_csv(path: str | Path, columns: Sequence[str], rows: Iterable[dict]) ->
             writer.writerows(rows)
 
     write_whole(path, write)
+
+
+def read_csv(path: str | Path, columns: Iterable[str], otherwise: str) -> list[dict]:
+    """The rows below the line of names, as dictionaries of text.
+
+    Raises:
+        UserError: the file cannot be read; it has no row or lacks one of the columns, of which ``otherwise`` says what
+            to do; a row has other cells than the first line.
+    """
+    rows = list(csv.DictReader(read_lines(path)))
+    if not rows or not {*columns} <= {*rows[0]}:
+        raise UserError(f"{path} {otherwise}")
+    for number, row in enumerate(rows, 1):
+        if None in row or None in row.values():  # more cells than the first line has, or fewer
+            raise UserError(f"{path}, row {number} is damaged: it has other cells than the first line has names")
+    return rows

@@ -4,6 +4,7 @@
     python scripts/collect_results.py checkpoints/wmt14_en_de.* --csv results.csv --plot results.png
     python scripts/collect_results.py examples/ptb/results/runs.csv checkpoints/ptb.* --groups
     python scripts/collect_results.py --page docs/results.md
+    python scripts/collect_results.py --overview docs/overview.csv --differences overview.png
     python scripts/collect_results.py checkpoints/ptb.* --baseline softmax
     python scripts/collect_results.py checkpoints/ptb.* --correlate rank "test ppl" --scatter correlation.png
 
@@ -17,6 +18,9 @@ not give is "unreadable".
 likely a difference as large is where there is none: p of Student's and of Welch's t-test ("p Student" and "p Welch" of
 --columns); --differences draws these intervals, a panel for each score of --columns.
 --correlate prints Pearson's r of two columns and draws one over the other.
+--overview FILE puts several tables of --groups-csv into one, a line each: how far layers are in the test perplexity (or
+in the one that --columns names) from a baseline. Of the CSV file's columns trainings is a line's name, groups such a
+table, and each further one, the baseline first, a layer with its group's name there; an empty cell was not run.
 --name GROUP NAME calls a line of these, and of --plot, by a better name than its flags.
 --draw X Y PNG draws a line for each layer: means over trainings with the same X, and their standard deviations.
 A column may be a flag of the trainings' commands, too: embed-dim is what they give --embed-dim, "–" where they do not.
@@ -50,7 +54,14 @@ from typing import Sequence
 
 import start
 
-from mixtape_plugin.analysis.result_pictures import draw_correlation, draw_curves, draw_differences, draw_lines
+from mixtape_plugin.analysis.overview import overview_markdown, read_overview
+from mixtape_plugin.analysis.result_pictures import (
+    draw_correlation,
+    draw_curves,
+    draw_differences,
+    draw_lines,
+    draw_overview,
+)
 from mixtape_plugin.analysis.results import (
     NOT_RUN,
     SHOWN,
@@ -92,6 +103,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--without", action="append", default=[], metavar="TEXT", help="only trainings whose command has none of these"
     )
     parser.add_argument("--page", type=Path, metavar="FILE", help="make the tables of this page anew, and nothing else")
+    parser.add_argument("--overview", type=Path, metavar="FILE", help="one table out of several of --groups-csv")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table here")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the numbers, commands and signatures here")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw validation perplexity by updates and hours")
@@ -106,8 +118,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="call a group by another name in tables of --groups and in pictures; of the others, --baseline too",
     )
     parser.add_argument("--baseline", metavar="LAYER", help="also t-tests against this group's (implies --groups)")
-    parser.add_argument("--differences", type=Path, metavar="PNG", help="also draw how far groups are from --baseline")
-    parser.add_argument("--groups-csv", type=Path, metavar="FILE", help="also write that table here (implies --groups)")
+    parser.add_argument(
+        "--differences", type=Path, metavar="PNG", help="also draw how far groups are from --baseline, or in --overview"
+    )
+    parser.add_argument("--groups-csv", type=Path, metavar="FILE", help="also write means over seeds here")
     parser.add_argument("--correlate", nargs=2, metavar="COLUMN", help="also Pearson's r of these two columns")
     parser.add_argument("--range", nargs=2, type=float, metavar=("LO", "HI"), help="of the second column, what counts")
     parser.add_argument("--scatter", type=Path, metavar="PNG", help="draw it here (default: correlation.png)")
@@ -120,35 +134,42 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     if args.page:
-        given = [name for name, value in vars(args).items() if value and name != "page"]
-        if given:
-            raise UserError(f"--page {args.page} stands alone: leave out {given[0].replace('_', '-')}")
+        stands_alone(args, "page")
         write_page(args.page)
     else:
         print(report(args), end="")
+
+
+def stands_alone(args: argparse.Namespace, option: str, *beside: str) -> None:
+    """Raises UserError where an option is given that means nothing beside this one."""
+    given = [name for name, value in vars(args).items() if value and name not in (option, *beside)]
+    if given:
+        raise UserError(f"--{option} {getattr(args, option)} stands alone: leave out {given[0].replace('_', '-')}")
 
 
 def write_page(path: str | Path) -> None:
     """Fills each block of a Markdown page with what its arguments print; it appears whole or stays as it was."""
     text = "".join(read_lines(path))
     openings = len(re.findall(rf"^{re.escape(BLOCK)}", text, re.MULTILINE))
-
-    def fill(block):
-        try:
-            arguments = shlex.split(block[2])
-        except ValueError as error:
-            raise UserError(f"--page {path}: {block[2]!r} is no list of arguments: {error}") from None
-        return f"{block[1]}\n{report(parse(arguments))}{block[4]}"
-
     until = rf"((?:(?!^{re.escape(BLOCK)}).)*?)"  # not beyond the next block: an end may be missing
     pattern = rf"(^{re.escape(BLOCK)}{until} -->\r?\n){until}(<!-- end -->)"
-    filled, count = re.subn(pattern, fill, text, flags=re.DOTALL | re.MULTILINE)
-    if not count or count < openings:
+    blocks = list(re.finditer(pattern, text, flags=re.DOTALL | re.MULTILINE))
+    if not blocks or len(blocks) < openings:
         raise UserError(
-            f"--page {path} has {openings} times {BLOCK!r} and {count} whole blocks, "
+            f"--page {path} has {openings} times {BLOCK!r} and {len(blocks)} whole blocks, "
             f"{BLOCK}ARGUMENTS --> … <!-- end -->"
         )
-    write_text(path, filled)
+    asked = []
+    for block in blocks:
+        try:
+            asked.append(parse(shlex.split(block[2])))
+        except ValueError as error:
+            raise UserError(f"--page {path}: {block[2]!r} is no list of arguments: {error}") from None
+    last = sorted(range(len(blocks)), key=lambda number: bool(asked[number].overview))  # it reads what others write
+    reports = {number: report(asked[number]) for number in last}
+    for number, block in reversed([*enumerate(blocks)]):  # from the end, so that places stay
+        text = f"{text[: block.start()]}{block[1]}\n{reports[number]}{block[4]}{text[block.end() :]}"
+    write_text(path, text)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -165,21 +186,20 @@ def check(args: argparse.Namespace) -> None:
     for option, value in (("--range", args.range), ("--scatter", args.scatter)):
         if value and not args.correlate:
             raise UserError(f"{option} {value} needs --correlate: name two columns")
-    if args.differences and not args.baseline:
+    if args.differences and not (args.baseline or args.overview):
         raise UserError(
             f"--differences {args.differences} needs --baseline: name the layer that others are compared with"
         )
-
     if args.name and not (args.groups or args.baseline or args.groups_csv or args.plot):
         raise UserError(f"--name {shlex.join(args.name[0])} needs --groups, --baseline, --groups-csv or --plot")
 
     outputs = {"--markdown": args.markdown, "--csv": args.csv, "--groups-csv": args.groups_csv, **pictures}
     tables = [path for path in args.folders if path.endswith(".csv")]
     grows = [path for path in tables if args.csv and os.path.realpath(path) == os.path.realpath(args.csv)]
-    check_outputs(outputs, [path for path in tables if path not in grows])
+    check_outputs(outputs, [args.overview, *(path for path in tables if path not in grows)])
     if grows and (args.where or args.without):
         raise UserError(f"--csv {args.csv} is read, too, and would lose rows by --where and --without: choose another")
-    if not args.folders:
+    if not args.folders and not args.overview:
         raise UserError("no training is given: name folders that train.sh wrote, or CSV files of --csv")
 
 
@@ -231,8 +251,10 @@ def has(command: str, text: str) -> bool:
 def report(args: argparse.Namespace) -> str:
     """What is printed: the tables that are asked for. Files that are asked for are written."""
     check(args)
+    if args.overview:
+        return report_overview(args)
     rows = all_rows(args)
-    of_groups = args.groups or args.baseline or args.groups_csv
+    of_groups = args.groups or args.baseline
     known = [*csv_columns(rows), *(("group", "n") if of_groups else ()), *(P_VALUES if args.baseline else ())]
     by_shown_name = {shown: name for name, shown in SHOWN.items()}
     columns = args.columns and [by_shown_name.get(name, name) for name in split_columns(args.columns, known)]
@@ -249,9 +271,10 @@ def report(args: argparse.Namespace) -> str:
     text, lines, correlation = markdown(rows, columns), [], None
     found = groups(rows)
     rename(found, args.name)
-    if of_groups:
+    if of_groups or args.groups_csv:
         baseline = find_baseline(found, args.baseline) if args.baseline else None
         lines, tests = compare(found, baseline)
+    if of_groups:
         of_several = {*P_VALUES, *(name for line in lines for name in line if name != "command")}
         alone = [name for name in columns or () if name not in of_several]
         if alone:
@@ -265,7 +288,7 @@ def report(args: argparse.Namespace) -> str:
             f"\n{args.correlate[1]} over {args.correlate[0]}: Pearson r = {correlation.r:.3f}, "
             f"p = {correlation.p:.3g}, n = {len(correlation.rows)} ({args.scatter})\n"
         )
-    for option, path, write in (
+    write_outputs(
         ("--markdown", args.markdown, lambda path: write_text(path, text)),
         ("--csv", args.csv, lambda path: save_csv(path, rows)),
         ("--groups-csv", args.groups_csv, lambda path: save_groups(path, lines)),
@@ -273,11 +296,29 @@ def report(args: argparse.Namespace) -> str:
         ("--draw", args.draw and args.draw[2], lambda path: draw_lines(path, measured, *args.draw[:2])),
         ("--differences", args.differences, lambda path: draw_differences(path, lines, baseline.name, columns)),
         ("--scatter", args.scatter, lambda path: draw_correlation(path, correlation, *args.correlate)),
-    ):
+    )
+    return text
+
+
+def report_overview(args: argparse.Namespace) -> str:
+    """The table of --overview."""
+    stands_alone(args, "overview", "columns", "markdown", "differences")
+    score = args.columns or "test ppl"
+    found = read_overview(args.overview, score)
+    text = overview_markdown(found, score)
+    write_outputs(
+        ("--markdown", args.markdown, lambda path: write_text(path, text)),
+        ("--differences", args.differences, lambda path: draw_overview(path, found, score)),
+    )
+    return text
+
+
+def write_outputs(*outputs: tuple) -> None:
+    """Of each option, the path that it was given, and what writes it, those that have a path."""
+    for option, path, write in outputs:
         if path:
             with writing(option, path):
                 write(path)
-    return text
 
 
 def save_csv(path: str | Path, rows: Sequence[dict]) -> None:

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Sequence
 
+from mixtape_plugin.analysis.overview import Comparison, Difference
 from mixtape_plugin.analysis.statistics import Correlation, Group, is_ratio, numbers
 from mixtape_plugin.drawing import pyplot, save
 from mixtape_plugin.errors import UserError
@@ -147,6 +148,38 @@ def draw_differences(path: str | Path, lines: Sequence[dict], baseline: str, col
         axes.grid(alpha=0.3, axis="x")
     panels[0][0].set_ylim(len(shown) - 0.5, -0.5)  # as the table has them
     figure.suptitle(textwrap.fill(f"difference from {baseline}", 20 * (1 + across), break_on_hyphens=False))
+    save(plt, figure, path)
+
+
+def draw_overview(path: str | Path, found: Sequence[Comparison], score: str) -> None:
+    """How far layers are from the baseline, a field for each comparison and a colour for each layer.
+
+    With 95% intervals where they are known; what has none is of single trainings, and drawn as a ring.
+    """
+    plt = pyplot()
+    baseline, *layers = found[0].cells
+    figure, axes = plt.subplots(figsize=(8.5, 0.9 + 0.12 * len(found) * (1 + len(layers))), constrained_layout=True)
+    names, handles = [], {}
+    for row, comparison in enumerate(found):
+        title = textwrap.fill(comparison.name, 40, break_on_hyphens=False)
+        names.append(f"{title}\n{baseline} {comparison.baseline}")
+        shown = {layer: value for layer, value in comparison.cells.items() if isinstance(value, Difference)}
+        for number, (layer, value) in enumerate(shown.items()):
+            color, known = f"C{layers.index(layer)}", value.low is not None
+            reach = [[value.middle - value.low], [value.high - value.middle]] if known else None
+            place = row + (number - (len(shown) - 1) / 2) / (1 + len(layers))
+            drawn = axes.errorbar(
+                value.middle, place, xerr=reach, fmt="o", color=color, mfc=color if known else "w", ms=5, capsize=2
+            )
+            handles.setdefault(layer, drawn)
+    for row in range(1, len(found)):
+        axes.axhline(row - 0.5, color="0.85", linewidth=1)
+    axes.axvline(0, color="k", linewidth=1)
+    axes.set(yticks=range(len(found)), yticklabels=names, ylim=(len(found) - 0.5, -0.5))
+    axes.set_xlabel(f"{score}, difference from {baseline}{', %' if is_ratio(score) else ''}")
+    axes.grid(alpha=0.3, axis="x")
+    handles = {layer: handles[layer] for layer in layers if layer in handles}
+    figure.legend(handles.values(), handles, loc="outside right upper")
     save(plt, figure, path)
 
 

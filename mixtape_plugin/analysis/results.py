@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Iterable, Iterator, Sequence
 
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.files import read_csv
 from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayer
 
 NOT_RUN, UNREADABLE, UNKNOWN = "not run", "unreadable", "unknown"
@@ -233,18 +233,14 @@ def read_rows(path: str | Path) -> list:
     Raises:
         UserError: the file cannot be read, or is none of those.
     """
-    text = read(Path(path))
-    if text is None:
+    if not Path(path).exists():
         raise UserError(f"{path} does not exist: give a folder that train.sh wrote, or a table of --csv")
-    lines = list(csv.DictReader(text.splitlines()))
     later = {"precision", "hardware"}  # columns that earlier tables lack
-    if not lines or not {"folder", *COMMON, *RUN, "command", CURVE} - later <= {*lines[0]}:
-        raise UserError(f"{path} is no table of trainings: give one that collect_results.py --csv wrote")
+    names = {"folder", *COMMON, *RUN, "command", CURVE} - later
+    lines = read_csv(path, names, "is no table of trainings: give one that collect_results.py --csv wrote")
     known = {*COMMON, *BITS, *LANGUAGE_MODEL, *TRANSLATION, *RUN, "folder", "command", CURVE}
     rows = []
-    for number, line in enumerate(lines, 1):
-        if None in line or None in line.values():  # more cells than the first line has, or fewer
-            raise UserError(f"{path}, row {number} is damaged: it has other cells than the first line has names")
+    for line in lines:
         row = {name: value_of(text) for name, text in line.items()}
         row["seed"] = row["seed"] and str(row["seed"])
         row.update({name: line[name] for name in ("folder", "training", "commit", "command")})  # of digits, perhaps

@@ -214,6 +214,13 @@ def differences(found: Sequence[Group], baseline: Group, column: str) -> dict:
     return apart
 
 
+def difference_text(column: str, middle: float, low: float | None, high: float | None) -> str:
+    """A difference of this column, and its interval where it has one."""
+    decimals, unit = (1, "%") if is_ratio(column) else (digits(column), "")
+    text = f"{middle:+.{decimals}f}{unit}"
+    return text if low is None else f"{text} [{low:+.{decimals}f}, {high:+.{decimals}f}]"
+
+
 def compare(found: Sequence[Group], baseline: Group | None = None) -> tuple:
     """A line for each group, as a dictionary, and the number of tests that were made.
 
@@ -275,9 +282,7 @@ def groups_markdown(
             return f"{number:.3g}"
         if name.endswith(", difference"):
             column = name[: -len(", difference")]
-            decimals, unit = (1, "%") if is_ratio(column) else (digits(column), "")
-            low, high = (line[f"{column}, {end}"] for end in ("lowest", "highest"))
-            return f"{number:+.{decimals}f}{unit} [{low:+.{decimals}f}, {high:+.{decimals}f}]"
+            return difference_text(column, number, *(line[f"{column}, {end}"] for end in ("lowest", "highest")))
         deviation = line.get(f"{name} sd")
         if not deviation and (isinstance(number, int) or not digits(name)):  # parameters, what is counted, speeds
             return f"{number:,.0f}"

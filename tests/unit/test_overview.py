@@ -1,0 +1,165 @@
+"""collect_results.py --overview: one table and one picture of several comparisons."""
+
+import csv
+import math
+import shutil
+
+import pytest
+from recipes import ROOT, load_script
+from scipy import stats
+from training_logs import epoch, start, table_of
+
+from mixtape_plugin.analysis.results import value_of
+from mixtape_plugin.errors import UserError
+
+collect_results = load_script("collect_results")
+
+
+@pytest.fixture
+def overview(folder, tmp_path, monkeypatch, capsys):
+    """A comparison with seeds and one of single trainings, and the file that names them."""
+    monkeypatch.chdir(tmp_path)
+    several = {"softmax": (100, 104, 102), "mixtape": (90, 93), "plif": (99,)}
+    single = {"softmax": (50,), "mixtape": (51,)}
+    for name, layers, options in (("several", several, ["--baseline", "softmax"]), ("single", single, [])):
+        folders = []
+        for layer, perplexities in layers.items():
+            for seed, perplexity in enumerate(perplexities):
+                text = f"test nll_loss 1 | ppl {perplexity}\n"
+                log = start(layer, seed) + epoch(1, 100, 2 * perplexity)
+                folders.append(str(folder(f"{name}.{layer}.{seed}", train_log=log, test__perplexity_txt=text)))
+        collect_results.main([*folders, *options, "--groups-csv", f"{name}.csv"])
+    lines = (
+        "trainings,groups,plain,Mixtape,PLIF,MoS",
+        '"long, wide",several.csv,softmax,mixtape-4,plif,–',
+        "short,single.csv,softmax,mixtape-4,,–",
+    )
+    (tmp_path / "overview.csv").write_text("".join(f"{line}\n" for line in lines))
+    capsys.readouterr()
+    return tmp_path / "overview.csv"
+
+
+def interval(perplexities, others, comparisons, groups):
+    """The difference in percent of geometric means and its 95% interval, by the definition."""
+    logs = [[math.log(value) for value in values] for values in groups]
+    df = sum(len(values) - 1 for values in logs)
+    variance = sum(sum((y - sum(ys) / len(ys)) ** 2 for y in ys) for ys in logs) / df
+    first, second = ([math.log(value) for value in values] for values in (perplexities, others))
+    middle = sum(first) / len(first) - sum(second) / len(second)
+    half = stats.t.ppf(1 - 0.05 / 2 / comparisons, df) * math.sqrt(variance * (1 / len(first) + 1 / len(second)))
+    return [100 * (math.exp(end) - 1) for end in (middle, middle - half, middle + half)]
+
+
+def test_overview(overview, monkeypatch, capsys):
+    import matplotlib.pyplot as plt
+
+    drawn = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    collect_results.main(["--overview", "overview.csv", "--differences", "overview.png"])
+    (long, short), notes = table_of(capsys.readouterr().out)
+    softmax, mixtape, plif = (100, 104, 102), (90, 93), (99,)
+    of_mixtape, of_plif = (interval(group, softmax, 2, (softmax, mixtape)) for group in (mixtape, plif))
+    assert long == {
+        "test ppl": "long, wide",
+        "plain": "102.00 ± 2.00 (3)",
+        "Mixtape": "{:+.1f}% [{:+.1f}, {:+.1f}] (2)".format(*of_mixtape),
+        "PLIF": "{:+.1f}% [{:+.1f}, {:+.1f}] (1)".format(*of_plif),
+        "MoS": "–",
+    }
+    assert short == {"test ppl": "short", "plain": "50.00 (1)", "Mixtape": "+2.0% (1)", "PLIF": "not run", "MoS": "–"}
+    assert notes[-1].startswith("plain: mean ± sample standard deviation.")
+
+    (figure,) = drawn
+    (axes,) = figure.axes
+    assert (overview.parent / "overview.png").read_bytes().startswith(b"\x89PNG")
+    points = [line for line in axes.lines if line.get_marker() == "o"]
+    assert [line.get_xdata()[0] for line in points] == pytest.approx([of_mixtape[0], of_plif[0], 2])
+    colors = [line.get_color() for line in points]
+    assert colors[0] == colors[2] != colors[1]  # a colour for each layer
+    assert [line.get_markerfacecolor() == line.get_color() for line in points] == [True, True, False]
+    ends = [line.get_paths()[0].get_extents() for line in axes.collections]
+    assert [(box.x0, box.x1) for box in ends] == [pytest.approx(tuple(of[1:])) for of in (of_mixtape, of_plif)]
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == ["long, wide\nplain 102.00 ± 2.00 (3)", "short\nplain 50.00 (1)"] and axes.yaxis_inverted()
+    assert [text.get_text() for text in figure.legends[0].texts] == ["Mixtape", "PLIF"]  # MoS has nothing to show
+
+
+def test_of_another_score(overview, capsys):
+    collect_results.main(["--overview", "overview.csv", "--columns", "valid ppl"])
+    (_, short), _ = table_of(capsys.readouterr().out)
+    assert (short["valid ppl"], short["plain"], short["Mixtape"]) == ("short", "100.00 (1)", "+2.0% (1)")
+
+
+@pytest.mark.parametrize(
+    "text, args, sentence",
+    [
+        ("trainings,layer\nx,y\n", [], "overview.csv is no overview: it must have the columns trainings, groups, and"),
+        (
+            "trainings,groups,softmax\nx,single.csv,softmax\n",
+            [],
+            "must have a column for the baseline and one for each",
+        ),
+        ("trainings,groups,a,b\nx,single.csv,softmax\n", [], "overview.csv, row 1 is damaged"),
+        ("trainings,groups,a,b\nx,none.csv,softmax,plif\n", [], "none.csv cannot be read: No such file"),
+        ("trainings,groups,a,b\nx,overview.csv,softmax,plif\n", [], "overview.csv is no table of --groups-csv with"),
+        (
+            "trainings,groups,a,b\nx,single.csv,softmax,plif\n",
+            [],
+            "'plif' is no group of single.csv: it must be one of softmax, mixtape-4",
+        ),
+        ("trainings,groups,a,b\nx,single.csv,,mixtape-4\n", [], "'' is no group of single.csv"),
+        (
+            "trainings,groups,a,b\nx,several.csv,mixtape-4,softmax\n",
+            [],
+            "'mixtape-4' is not what several.csv compares others with",
+        ),
+        (None, ["--columns", "BLEU 13a"], "overview.csv: 'softmax' of several.csv has no BLEU 13a"),
+        (None, ["--groups"], "--overview overview.csv stands alone: leave out groups"),
+        (None, ["--differences", "a.txt"], "--differences a.txt is not allowed: a name that ends in .png"),
+        (None, ["--markdown", "overview.csv"], "--markdown overview.csv is not allowed, as overview.csv is read, too"),
+    ],
+)
+def test_mistakes(text, args, sentence, overview):
+    if text:
+        overview.write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        collect_results.main(["--overview", "overview.csv", *args])
+    assert not list(overview.parent.glob("a.*"))
+
+
+def test_a_page_begins_with_an_overview_of_what_follows(overview, folder, capsys):
+    """It is of the trainings as they are now, not as they were when the page was last made."""
+    log = start("softmax", 1) + epoch(1, 100, 80)
+    slower = folder("slower", train_log=log, test__perplexity_txt="test nll_loss 1 | ppl 40\n")
+    other = "single.mixtape.0"
+    page = overview.parent / "page.md"
+    page.write_text(
+        "<!-- collect_results.py --overview overview.csv -->\n<!-- end -->\n\n"
+        f"<!-- collect_results.py {slower} {other} --columns layer --groups-csv single.csv -->\n<!-- end -->\n"
+    )
+    collect_results.main(["--page", str(page)])
+    text = page.read_text()
+    assert "| short | 40.00 (1) | +27.5% (1) |" in text and "| layer |\n| --- |\n| softmax |\n" in text
+
+
+def cells_of(path):
+    """Of a CSV file, what is no number, and the numbers, each by row and column."""
+    with open(path, newline="") as file:
+        cells = {(n, name): value_of(cell) for n, row in enumerate(csv.DictReader(file)) for name, cell in row.items()}
+    numbers = {place: value for place, value in cells.items() if isinstance(value, (int, float))}
+    return {place: value for place, value in cells.items() if place not in numbers}, numbers
+
+
+@pytest.mark.parametrize("page", ["docs/results.md", "README.md"])
+def test_the_pages_are_what_their_files_give(page, tmp_path, monkeypatch):
+    """Made anew from the rows of trainings in the repository, the tables are those that stand there."""
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    for results in ROOT.glob("examples/*/results"):
+        shutil.copytree(results, tmp_path / results.relative_to(ROOT))
+    monkeypatch.chdir(tmp_path)
+    collect_results.main(["--page", page])
+    assert (tmp_path / page).read_text() == (ROOT / page).read_text()
+    for table in ROOT.glob("examples/*/results/*.csv"):
+        (words, numbers), (kept_words, kept_numbers) = cells_of(tmp_path / table.relative_to(ROOT)), cells_of(table)
+        assert words == kept_words and numbers == pytest.approx(kept_numbers)  # other processors round otherwise
