@@ -9,8 +9,10 @@ import signal
 import sys
 from typing import Sequence
 
+WIDTH = 110
 
-def format_command(command: Sequence[str], width: int = 110) -> str:
+
+def format_command(command: Sequence[str]) -> str:
     """The command in lines that can be pasted into a shell; a flag stays with its values."""
     lines = [shlex.quote(command[0])]
     for argument in command[1:]:
@@ -21,7 +23,7 @@ def format_command(command: Sequence[str], width: int = 110) -> str:
             lines[-1] += f" {quoted}"
     joined = lines[:1]
     for line in lines[1:]:
-        if len(joined[-1]) + len(line) < width:
+        if len(joined[-1]) + len(line) < WIDTH:
             joined[-1] += f" {line}"
         else:
             joined.append(f"  {line}")

@@ -18,6 +18,7 @@ from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, build
 from mixtape_plugin.output_layers.monotone_softmax import MonotoneSoftmax
 
 NUM_COMPONENTS = 4
+LR = 0.03
 MAP_SCORES = torch.linspace(-10, 10, 401, dtype=torch.float64)
 # Name in the table -> options of its output layer: each with gates of its own for every token, where it has gates.
 LAYERS = {
@@ -97,7 +98,6 @@ def fit(
     embed_dim: int,
     steps: int,
     seed: int,
-    lr: float = 0.03,
     progress: Callable[[], object] | None = None,
 ) -> Fit:
     """Minimises KL(P*‖P) over the layer's parameters and the features, by Adam on all contexts at once.
@@ -119,8 +119,8 @@ def fit(
     )
     num_contexts, vocab_size = true_log_probs.shape
     model = FreeContexts(config, num_contexts, NUM_COMPONENTS * embed_dim, vocab_size)
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LR)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=steps)
     true_probs = true_log_probs.exp()
     entropy = -(true_probs * true_log_probs).where(true_probs > 0, true_probs.new_zeros(())).sum(-1).mean().item()
     true_probs = true_probs.float()

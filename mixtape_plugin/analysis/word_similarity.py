@@ -90,7 +90,7 @@ def cosines(embedding: Tensor, ids: np.ndarray) -> np.ndarray:
     return (first * second).sum(1) / norms
 
 
-def similarity(embedding: Tensor, dictionary: Dictionary, pairs: Sequence[tuple], seed: int = 1) -> Similarity:
+def similarity(embedding: Tensor, dictionary: Dictionary, pairs: Sequence[tuple]) -> Similarity:
     """ρ between the cosine of two words' embeddings and their score, over the pairs whose words are both known.
 
     A pair that stands twice in a set counts twice. The interval is between the 2.5% and 97.5% quantiles of ρ over 1,000
@@ -112,7 +112,7 @@ def similarity(embedding: Tensor, dictionary: Dictionary, pairs: Sequence[tuple]
     rho = float(spearman(model, people))
     if not np.isfinite(rho):
         return Similarity(None, None, len(known), skipped)
-    sample = np.random.default_rng(seed).integers(len(known), size=(RESAMPLES, len(known)))
+    sample = np.random.default_rng(1).integers(len(known), size=(RESAMPLES, len(known)))
     resampled = spearman(model[sample], people[sample])
     low, high = np.quantile(resampled[np.isfinite(resampled)], [0.025, 0.975])
     return Similarity(rho, (float(low), float(high)), len(known), skipped)

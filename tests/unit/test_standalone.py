@@ -7,7 +7,6 @@ import sys
 import pytest
 
 import mixtape_plugin
-from mixtape_plugin.output_layers import OUTPUT_LAYERS
 
 USER_DIR = os.path.dirname(mixtape_plugin.__file__)
 
@@ -108,9 +107,3 @@ else:
     sys.exit(any(os.wait()[1] for _ in range(4)))
 """
     run("import sys", FAIRSEQ, each, ALL, NO_HOOK, "import mixtape_plugin", "mixtape_plugin.register()", ALL)
-
-
-def test_names_of_the_layers_as_a_command():
-    command = [sys.executable, "-m", "mixtape_plugin.output_layers"]
-    done = subprocess.run(command, cwd=os.path.dirname(USER_DIR), capture_output=True, encoding="utf-8")
-    assert done.stdout.split() == list(OUTPUT_LAYERS), done.stderr
