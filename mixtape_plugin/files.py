@@ -1,9 +1,10 @@
-"""Files: text that is read line by line, and whatever is written appears whole or not at all."""
+"""Files: text that is read line by line, CSV tables, and whatever is written appears whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import os
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, Sequence
@@ -113,12 +114,20 @@ def read_csv(path: str | Path, columns: Iterable[str], otherwise: str) -> list[d
     """The rows below the line of names, as dictionaries of text.
 
     Raises:
-        UserError: the file cannot be read; it has no row or lacks one of the columns, of which ``otherwise`` says what
-            to do; a row has other cells than the first line.
+        UserError: the file cannot be read, is no UTF-8 or no CSV file; it has no row or lacks one of the columns, of
+            which ``otherwise`` says what to do; a name stands twice; a row has other cells than the first line.
     """
-    rows = list(csv.DictReader(read_lines(path)))
+    text = "".join(read_lines(path)).lstrip("\ufeff")  # which spreadsheets put there
+    try:
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        rows = list(reader)
+    except csv.Error as error:
+        raise UserError(f"{path} is no CSV file: {error}") from None
     if not rows or not {*columns} <= {*rows[0]}:
         raise UserError(f"{path} {otherwise}")
+    twice = [name for name in reader.fieldnames if reader.fieldnames.count(name) > 1]
+    if twice:
+        raise UserError(f"{path} has two columns called {twice[0]!r}")
     for number, row in enumerate(rows, 1):
         if None in row or None in row.values():  # more cells than the first line has, or fewer
             raise UserError(f"{path}, row {number} is damaged: it has other cells than the first line has names")

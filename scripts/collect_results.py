@@ -18,15 +18,17 @@ not give is "unreadable".
 likely a difference as large is where there is none: p of Student's and of Welch's t-test ("p Student" and "p Welch" of
 --columns); --differences draws these intervals, a panel for each score of --columns.
 --correlate prints Pearson's r of two columns and draws one over the other.
---overview FILE puts several tables of --groups-csv into one, a line each: how far layers are in the test perplexity (or
-in the one that --columns names) from a baseline. Of the CSV file's columns trainings is a line's name, groups such a
-table, and each further one, the baseline first, a layer with its group's name there; an empty cell was not run.
 --name GROUP NAME calls a line of these, and of --plot, by a better name than its flags.
+--overview FILE puts several tables of --groups-csv into one, a line each: how far layers are in the test perplexity (or
+the score that --columns names) from a baseline. Of the CSV file's columns trainings is a line's name, groups such a
+table, from the present folder, and each further one, the baseline first, a layer with its group's name there; an empty
+cell was not run, and – stays as it is. --differences draws it.
 --draw X Y PNG draws a line for each layer: means over trainings with the same X, and their standard deviations.
 A column may be a flag of the trainings' commands, too: embed-dim is what they give --embed-dim, "–" where they do not.
 
 A CSV file that --csv wrote stands for the folders of its rows. --page makes the tables of a Markdown page anew: each
-block <!-- collect_results.py ARGUMENTS --> … <!-- end --> gets what these arguments print, run in the present folder.
+block <!-- collect_results.py ARGUMENTS --> … <!-- end --> gets what these arguments print, run in the present folder,
+those with --overview last.
 
     epochs       those that were trained whole
     ended        whether fairseq-train came to its end (or may still be at work)
@@ -144,11 +146,15 @@ def stands_alone(args: argparse.Namespace, option: str, *beside: str) -> None:
     """Raises UserError where an option is given that means nothing beside this one."""
     given = [name for name, value in vars(args).items() if value and name not in (option, *beside)]
     if given:
-        raise UserError(f"--{option} {getattr(args, option)} stands alone: leave out {given[0].replace('_', '-')}")
+        alone = "stands alone" if not beside else f"goes with no option but --{', --'.join(beside)}"
+        raise UserError(f"--{option} {getattr(args, option)} {alone}: leave out {given[0].replace('_', '-')}")
 
 
 def write_page(path: str | Path) -> None:
-    """Fills each block of a Markdown page with what its arguments print; it appears whole or stays as it was."""
+    """Fills each block of a Markdown page with what its arguments print.
+
+    The page appears whole or stays as it was; files that its blocks write by then are not taken back.
+    """
     text = "".join(read_lines(path))
     openings = len(re.findall(rf"^{re.escape(BLOCK)}", text, re.MULTILINE))
     until = rf"((?:(?!^{re.escape(BLOCK)}).)*?)"  # not beyond the next block: an end may be missing
@@ -165,8 +171,8 @@ def write_page(path: str | Path) -> None:
             asked.append(parse(shlex.split(block[2])))
         except ValueError as error:
             raise UserError(f"--page {path}: {block[2]!r} is no list of arguments: {error}") from None
-    last = sorted(range(len(blocks)), key=lambda number: bool(asked[number].overview))  # it reads what others write
-    reports = {number: report(asked[number]) for number in last}
+    order = sorted(range(len(blocks)), key=lambda number: bool(asked[number].overview))  # it reads what others write
+    reports = {number: report(asked[number]) for number in order}
     for number, block in reversed([*enumerate(blocks)]):  # from the end, so that places stay
         text = f"{text[: block.start()]}{block[1]}\n{reports[number]}{block[4]}{text[block.end() :]}"
     write_text(path, text)
@@ -174,6 +180,8 @@ def write_page(path: str | Path) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raises UserError for the first option that is not allowed."""
+    if args.overview:
+        stands_alone(args, "overview", "columns", "markdown", "differences")
     pictures = {
         "--plot": args.plot,
         "--draw": args.draw and Path(args.draw[2]),
@@ -196,7 +204,7 @@ def check(args: argparse.Namespace) -> None:
     outputs = {"--markdown": args.markdown, "--csv": args.csv, "--groups-csv": args.groups_csv, **pictures}
     tables = [path for path in args.folders if path.endswith(".csv")]
     grows = [path for path in tables if args.csv and os.path.realpath(path) == os.path.realpath(args.csv)]
-    check_outputs(outputs, [args.overview, *(path for path in tables if path not in grows)])
+    check_outputs(outputs, [path for path in tables if path not in grows])
     if grows and (args.where or args.without):
         raise UserError(f"--csv {args.csv} is read, too, and would lose rows by --where and --without: choose another")
     if not args.folders and not args.overview:
@@ -302,9 +310,10 @@ def report(args: argparse.Namespace) -> str:
 
 def report_overview(args: argparse.Namespace) -> str:
     """The table of --overview."""
-    stands_alone(args, "overview", "columns", "markdown", "differences")
-    score = args.columns or "test ppl"
+    score = (args.columns or "test ppl").strip()
     found = read_overview(args.overview, score)
+    outputs = {"--markdown": args.markdown, "--differences": args.differences}
+    check_outputs(outputs, [args.overview, *(comparison.groups for comparison in found)])
     text = overview_markdown(found, score)
     write_outputs(
         ("--markdown", args.markdown, lambda path: write_text(path, text)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Sequence
@@ -19,7 +20,7 @@ BLANK = {"": NOT_RUN, "–": "–"}  # cells without a group -> what the table h
 class Difference:
     """How far a group's mean is from the baseline's, in percent for perplexities; n trainings.
 
-    ``low`` and ``high`` are the ends of its 95% interval, None where the scatter of seeds is not known.
+    ``low`` and ``high`` are the ends of its 95% interval; None where both are single trainings without one.
     """
 
     middle: float
@@ -33,6 +34,7 @@ class Comparison:
     """A line of the overview: the baseline's score as text; by layer a difference, or text where it has none."""
 
     name: str
+    groups: str
     baseline: str
     cells: dict  # the baseline, first, has None
 
@@ -47,45 +49,70 @@ def read_overview(path: str | Path, score: str) -> list[Comparison]:
         score: the column that is compared, such as "test ppl".
 
     Raises:
-        UserError: a file cannot be read, a group or its score is missing, or ``groups`` compares with another baseline.
+        UserError: a file cannot be read, a group or its score is missing, or ``groups`` compares with another baseline
+            or with none.
     """
     lines = read_csv(path, FIRST, f"is no overview: it must have the columns {', '.join(FIRST)}, and a row")
-    baseline, *others = [name for name in lines[0] if name not in FIRST] or [None]
-    if not others:
+    layers = [name for name in lines[0] if name not in FIRST]
+    if len(layers) < 2:
         raise UserError(f"{path} must have a column for the baseline and one for each other layer")
+    baseline, *others = layers
     found = []
     for line in lines:
-        source = line["groups"]
-        known = read_csv(source, ("group", score), f"is no table of --groups-csv with groups and their {score}")
-        known = {group["group"]: {column: value_of(text) for column, text in group.items()} for group in known}
-        asked = [line[layer] for layer in (baseline, *others) if layer == baseline or line[layer] not in BLANK]
-        for name in asked:
-            if name not in known:
-                raise UserError(f"{path}: {name!r} is no group of {source}: it must be one of {', '.join(known)}")
-            if not isinstance(known[name][score], (int, float)):
-                raise UserError(f"{path}: {name!r} of {source} has no {score}")
+        name, source = line["trainings"], line["groups"]
+        if not source:
+            raise UserError(f"{path}: {name!r} has no file under groups: name one of collect_results.py --groups-csv")
+        known = read_groups(source, score)
+        for layer in layers:
+            group = line[layer]
+            if group not in known and (layer == baseline or group not in BLANK):
+                more = "" if layer == baseline else ", or nothing or – where it was not run"
+                raise UserError(
+                    f"{path}: {layer} of {name!r} is {group!r}: it must be a group of {source}, "
+                    f"one of {', '.join(known)}{more}"
+                )
         origin = known[line[baseline]]
-        if origin.get(f"{score}, difference") is not None:
-            raise UserError(f"{path}: {line[baseline]!r} is not what {source} compares others with")
         cells = {
-            layer: BLANK[line[layer]] if line[layer] in BLANK else difference(known[line[layer]], origin, score)
+            layer: BLANK[line[layer]] if line[layer] in BLANK else difference(known[line[layer]], origin, score, source)
             for layer in others
         }
-        found.append(Comparison(line["trainings"], mean(origin, score), {baseline: None, **cells}))
+        found.append(Comparison(name, source, mean(origin, score), {baseline: None, **cells}))
     return found
 
 
-def difference(group: dict, origin: dict, score: str) -> Difference:
+def read_groups(path: str | Path, score: str) -> dict:
+    """The lines of a table of ``--groups-csv`` that have the score, by the group's name."""
+    names = ("group", score, f"{score} sd", f"{score} n")
+    rows = read_csv(path, names, f"is no table of --groups-csv that has {score}: a score such as test ppl is compared")
+    known = {}
+    for row in rows:
+        group = {name: value_of(text) for name, text in row.items()}
+        value = group[score]
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or (is_ratio(score) and value <= 0):
+            continue
+        if row["group"] in known:
+            raise UserError(f"{path} has two groups called {row['group']!r}: tell them apart by --name")
+        known[row["group"]] = group
+    return known
+
+
+def difference(group: dict, origin: dict, score: str, source: str) -> Difference:
     middle, low, high = (group.get(f"{score}, {end}") for end in ("difference", "lowest", "highest"))
-    if middle is None:  # of single trainings: nothing tells how seeds scatter
+    numbers = group[f"{score} n"], origin[f"{score} n"]
+    if origin.get(f"{score}, difference") is not None or (middle is None and max(numbers) > 1):
+        raise UserError(
+            f"{source} does not compare {score} of {group['group']!r} with {origin['group']!r}: "
+            f"write it with --baseline {origin['group']!r}"
+        )
+    if middle is None:  # two single trainings
         middle = 100 * (group[score] / origin[score] - 1) if is_ratio(score) else group[score] - origin[score]
-    return Difference(middle, low, high, group[f"{score} n"])
+    return Difference(middle, low, high, numbers[0])
 
 
 def mean(group: dict, score: str) -> str:
     decimals, deviation = digits(score), group[f"{score} sd"]
-    scatter = "" if deviation is None else f" ± {deviation:.{decimals}f}"
-    return f"{group[score]:.{decimals}f}{scatter} ({group[f'{score} n']})"
+    scatter = "" if deviation is None else f" ± {deviation:,.{decimals}f}"
+    return f"{group[score]:,.{decimals}f}{scatter} ({group[f'{score} n']})"
 
 
 def overview_markdown(found: Sequence[Comparison], score: str) -> str:
@@ -101,5 +128,6 @@ def overview_markdown(found: Sequence[Comparison], score: str) -> str:
     return (
         table((score, baseline, *layers), lines)
         + f"\n{baseline}: mean ± sample standard deviation. Others: how far their mean is from it, with 95% intervals "
-        "where seeds tell them. (n): trainings, which differ in their seed alone.\n"
+        "that hold together for all groups of their trainings, the scatter of seeds pooled over these; lines of single "
+        "trainings have none. (n): trainings, which differ in their seed alone.\n"
     )

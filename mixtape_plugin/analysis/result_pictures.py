@@ -1,4 +1,4 @@
-"""The drawings of scripts/collect_results.py: curves, one column over another, differences, a correlation."""
+"""What scripts/collect_results.py draws: curves, one column over another, differences, an overview, a correlation."""
 
 from __future__ import annotations
 
@@ -154,18 +154,21 @@ def draw_differences(path: str | Path, lines: Sequence[dict], baseline: str, col
 def draw_overview(path: str | Path, found: Sequence[Comparison], score: str) -> None:
     """How far layers are from the baseline, a field for each comparison and a colour for each layer.
 
-    With 95% intervals where they are known; what has none is of single trainings, and drawn as a ring.
+    With 95% intervals where they are known; single trainings without one are rings.
     """
-    plt = pyplot()
     baseline, *layers = found[0].cells
-    figure, axes = plt.subplots(figsize=(8.5, 0.9 + 0.12 * len(found) * (1 + len(layers))), constrained_layout=True)
+    if not any(isinstance(value, Difference) for each in found for value in each.cells.values()):
+        raise UserError(f"--differences {path} has nothing to draw: no layer has a difference from {baseline}")
+    plt = pyplot()
+    figure, axes = plt.subplots(constrained_layout=True)
+    colors = plt.get_cmap("tab10" if len(layers) <= 10 else "tab20").colors
     names, handles = [], {}
     for row, comparison in enumerate(found):
         title = textwrap.fill(comparison.name, 40, break_on_hyphens=False)
         names.append(f"{title}\n{baseline} {comparison.baseline}")
         shown = {layer: value for layer, value in comparison.cells.items() if isinstance(value, Difference)}
         for number, (layer, value) in enumerate(shown.items()):
-            color, known = f"C{layers.index(layer)}", value.low is not None
+            color, known = colors[layers.index(layer) % len(colors)], value.low is not None
             reach = [[value.middle - value.low], [value.high - value.middle]] if known else None
             place = row + (number - (len(shown) - 1) / 2) / (1 + len(layers))
             drawn = axes.errorbar(
@@ -176,8 +179,11 @@ def draw_overview(path: str | Path, found: Sequence[Comparison], score: str) -> 
         axes.axhline(row - 0.5, color="0.85", linewidth=1)
     axes.axvline(0, color="k", linewidth=1)
     axes.set(yticks=range(len(found)), yticklabels=names, ylim=(len(found) - 0.5, -0.5))
-    axes.set_xlabel(f"{score}, difference from {baseline}{', %' if is_ratio(score) else ''}")
+    unit = ", %" if is_ratio(score) else ""
+    axes.set_xlabel(f"{score}, difference from {baseline}{unit}\n(rings: single trainings, no interval)")
     axes.grid(alpha=0.3, axis="x")
+    most = max(name.count("\n") for name in names)
+    figure.set_size_inches(8.5, 0.9 + len(found) * max(0.12 * (1 + len(layers)), 0.25 * (1 + most)))
     handles = {layer: handles[layer] for layer in layers if layer in handles}
     figure.legend(handles.values(), handles, loc="outside right upper")
     save(plt, figure, path)

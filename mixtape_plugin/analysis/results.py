@@ -231,7 +231,7 @@ def read_rows(path: str | Path) -> list:
     """The rows of a CSV file that collect_results.py wrote, as :func:`collect` gave them.
 
     Raises:
-        UserError: the file cannot be read, or is none of those.
+        UserError: the file cannot be read, is no UTF-8, or is none of those.
     """
     if not Path(path).exists():
         raise UserError(f"{path} does not exist: give a folder that train.sh wrote, or a table of --csv")

@@ -217,8 +217,9 @@ def differences(found: Sequence[Group], baseline: Group, column: str) -> dict:
 def difference_text(column: str, middle: float, low: float | None, high: float | None) -> str:
     """A difference of this column, and its interval where it has one."""
     decimals, unit = (1, "%") if is_ratio(column) else (digits(column), "")
-    text = f"{middle:+.{decimals}f}{unit}"
-    return text if low is None else f"{text} [{low:+.{decimals}f}, {high:+.{decimals}f}]"
+    known = [round(value, decimals) + 0.0 for value in (middle, low, high) if value is not None]  # no -0.0
+    texts = [f"{value:+.{decimals}f}" for value in known]
+    return texts[0] + unit + (f" [{texts[1]}, {texts[2]}]" if low is not None else "")
 
 
 def compare(found: Sequence[Group], baseline: Group | None = None) -> tuple:

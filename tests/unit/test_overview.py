@@ -1,16 +1,18 @@
 """collect_results.py --overview: one table and one picture of several comparisons."""
 
 import csv
+import json
 import math
 import shutil
 
 import pytest
 from recipes import ROOT, load_script
 from scipy import stats
-from training_logs import epoch, start, table_of
+from training_logs import SCORES, epoch, start, table_of
 
 from mixtape_plugin.analysis.results import value_of
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.files import read_csv
 
 collect_results = load_script("collect_results")
 
@@ -25,9 +27,11 @@ def overview(folder, tmp_path, monkeypatch, capsys):
         folders = []
         for layer, perplexities in layers.items():
             for seed, perplexity in enumerate(perplexities):
-                text = f"test nll_loss 1 | ppl {perplexity}\n"
+                files = {"test__perplexity_txt": f"test nll_loss 1 | ppl {perplexity}\n"}
+                if (name, seed) != ("several", 2):  # one was not translated
+                    files["score_json"] = json.dumps([{**SCORES[0], "score": perplexity / 3}])
                 log = start(layer, seed) + epoch(1, 100, 2 * perplexity)
-                folders.append(str(folder(f"{name}.{layer}.{seed}", train_log=log, test__perplexity_txt=text)))
+                folders.append(str(folder(f"{name}.{layer}.{seed}", train_log=log, **files)))
         collect_results.main([*folders, *options, "--groups-csv", f"{name}.csv"])
     lines = (
         "trainings,groups,plain,Mixtape,PLIF,MoS",
@@ -52,6 +56,7 @@ def interval(perplexities, others, comparisons, groups):
 
 def test_overview(overview, monkeypatch, capsys):
     import matplotlib.pyplot as plt
+    from matplotlib.colors import to_hex
 
     drawn = []
     monkeypatch.setattr(plt, "close", drawn.append)
@@ -74,6 +79,8 @@ def test_overview(overview, monkeypatch, capsys):
     assert (overview.parent / "overview.png").read_bytes().startswith(b"\x89PNG")
     points = [line for line in axes.lines if line.get_marker() == "o"]
     assert [line.get_xdata()[0] for line in points] == pytest.approx([of_mixtape[0], of_plif[0], 2])
+    rows = [min(range(2), key=lambda row: abs(row - line.get_ydata()[0])) for line in points]
+    assert rows == [0, 0, 1] and all(abs(line.get_ydata()[0] - row) < 0.5 for line, row in zip(points, rows))
     colors = [line.get_color() for line in points]
     assert colors[0] == colors[2] != colors[1]  # a colour for each layer
     assert [line.get_markerfacecolor() == line.get_color() for line in points] == [True, True, False]
@@ -82,12 +89,48 @@ def test_overview(overview, monkeypatch, capsys):
     names = [label.get_text() for label in axes.get_yticklabels()]
     assert names == ["long, wide\nplain 102.00 ± 2.00 (3)", "short\nplain 50.00 (1)"] and axes.yaxis_inverted()
     assert [text.get_text() for text in figure.legends[0].texts] == ["Mixtape", "PLIF"]  # MoS has nothing to show
+    handles = figure.legends[0].legend_handles
+    assert [to_hex(handle.get_color()[0]) for handle in handles] == [to_hex(color) for color in colors[:2]]
+    assert axes.get_xlabel().startswith("test ppl, difference from plain, %")
+    assert [0, 0] in [list(line.get_xdata()) for line in axes.lines]
 
 
 def test_of_another_score(overview, capsys):
-    collect_results.main(["--overview", "overview.csv", "--columns", "valid ppl"])
+    collect_results.main(["--overview", "overview.csv", "--columns", " valid ppl"])
     (_, short), _ = table_of(capsys.readouterr().out)
     assert (short["valid ppl"], short["plain"], short["Mixtape"]) == ("short", "100.00 (1)", "+2.0% (1)")
+
+
+def test_of_bleu(overview, capsys):
+    """In its own unit; of three trainings two were translated."""
+    collect_results.main(["--overview", "overview.csv", "--columns", "BLEU 13a"])
+    (long, short), _ = table_of(capsys.readouterr().out)
+    assert long["plain"] == f"{102 / 3:.2f} ± {math.sqrt(8) / 3:.2f} (2)" and long["Mixtape"].startswith("-3.50 [")
+    assert long["Mixtape"].endswith("] (2)") and (short["plain"], short["Mixtape"]) == ("16.67 (1)", "+0.33 (1)")
+
+
+def test_a_table_as_a_spreadsheet_writes_it(overview, capsys):
+    argv = ["--overview", "overview.csv"]
+    collect_results.main(argv)
+    before = capsys.readouterr().out
+    for path in overview.parent.glob("*.csv"):
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    collect_results.main(argv)
+    assert capsys.readouterr().out == before
+
+
+def test_labels_have_room(overview, monkeypatch):
+    """Of long names, beside a single layer."""
+    import matplotlib.pyplot as plt
+
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    name = "trainings with many words in their name, so that it wants several lines"
+    lines = "".join(f'"{name} {n}",single.csv,softmax,mixtape-4\n' for n in range(6))
+    overview.write_text(f"trainings,groups,softmax,Mixtape\n{lines}")
+    collect_results.main(["--overview", "overview.csv", "--differences", "overview.png"])
+    boxes = [label.get_window_extent() for label in figures[0].axes[0].get_yticklabels()]
+    assert all(lower.y1 < upper.y0 for upper, lower in zip(boxes, boxes[1:]))
 
 
 @pytest.mark.parametrize(
@@ -101,20 +144,43 @@ def test_of_another_score(overview, capsys):
         ),
         ("trainings,groups,a,b\nx,single.csv,softmax\n", [], "overview.csv, row 1 is damaged"),
         ("trainings,groups,a,b\nx,none.csv,softmax,plif\n", [], "none.csv cannot be read: No such file"),
-        ("trainings,groups,a,b\nx,overview.csv,softmax,plif\n", [], "overview.csv is no table of --groups-csv with"),
+        (
+            "trainings,groups,a,b\nx,overview.csv,softmax,plif\n",
+            [],
+            "overview.csv is no table of --groups-csv that has test ppl",
+        ),
         (
             "trainings,groups,a,b\nx,single.csv,softmax,plif\n",
             [],
-            "'plif' is no group of single.csv: it must be one of softmax, mixtape-4",
+            "b of 'x' is 'plif': it must be a group of single.csv, one of softmax, mixtape-4, or nothing or – where",
         ),
-        ("trainings,groups,a,b\nx,single.csv,,mixtape-4\n", [], "'' is no group of single.csv"),
+        ("trainings,groups,a,b\nx,single.csv,,mixtape-4\n", [], "a of 'x' is '': it must be a group of single.csv"),
+        ("trainings,groups,a,b\nx,,softmax,mixtape-4\n", [], "'x' has no file under groups"),
+        ("trainings,groups,a,a\nx,single.csv,softmax,mixtape-4\n", [], "overview.csv has two columns called 'a'"),
+        ("trainings,groups,a,b\nx,twice.csv,softmax,mixtape-4\n", [], "twice.csv has two groups called 'softmax'"),
+        (
+            None,
+            ["--columns", "train ppl"],
+            "several.csv does not compare train ppl of 'mixtape-4' with 'softmax': write it with --baseline 'softmax'",
+        ),
+        (None, ["--columns", "n"], "several.csv is no table of --groups-csv that has n: a score such as test ppl is"),
+        (
+            "trainings,groups,a,b\nx,single.csv,softmax,–\n",
+            ["--differences", "a.png"],
+            "--differences a.png has nothing to draw: no layer has a difference from a",
+        ),
+        (None, ["--markdown", "single.csv"], "--markdown single.csv is not allowed, as single.csv is read, too"),
         (
             "trainings,groups,a,b\nx,several.csv,mixtape-4,softmax\n",
             [],
-            "'mixtape-4' is not what several.csv compares others with",
+            "several.csv does not compare test ppl of 'softmax' with 'mixtape-4'",
         ),
-        (None, ["--columns", "BLEU 13a"], "overview.csv: 'softmax' of several.csv has no BLEU 13a"),
-        (None, ["--groups"], "--overview overview.csv stands alone: leave out groups"),
+        (None, ["--columns", "BLEU"], "several.csv is no table of --groups-csv that has BLEU"),
+        (
+            None,
+            ["--groups"],
+            "--overview overview.csv goes with no option but --columns, --markdown, --differences: leave out groups",
+        ),
         (None, ["--differences", "a.txt"], "--differences a.txt is not allowed: a name that ends in .png"),
         (None, ["--markdown", "overview.csv"], "--markdown overview.csv is not allowed, as overview.csv is read, too"),
     ],
@@ -122,9 +188,11 @@ def test_of_another_score(overview, capsys):
 def test_mistakes(text, args, sentence, overview):
     if text:
         overview.write_text(text)
+    single = (overview.parent / "single.csv").read_text()
+    (overview.parent / "twice.csv").write_text(single + single.splitlines(keepends=True)[1])
     with pytest.raises(UserError, match=sentence):
         collect_results.main(["--overview", "overview.csv", *args])
-    assert not list(overview.parent.glob("a.*"))
+    assert not list(overview.parent.glob("a.*")) and (overview.parent / "single.csv").read_text() == single
 
 
 def test_a_page_begins_with_an_overview_of_what_follows(overview, folder, capsys):
@@ -158,6 +226,9 @@ def test_the_pages_are_what_their_files_give(page, tmp_path, monkeypatch):
     for results in ROOT.glob("examples/*/results"):
         shutil.copytree(results, tmp_path / results.relative_to(ROOT))
     monkeypatch.chdir(tmp_path)
+    if page == "docs/results.md":  # which makes what README.md reads
+        for line in read_csv("docs/overview.csv", ["groups"], "is the overview"):
+            (tmp_path / line["groups"]).unlink()
     collect_results.main(["--page", page])
     assert (tmp_path / page).read_text() == (ROOT / page).read_text()
     for table in ROOT.glob("examples/*/results/*.csv"):
