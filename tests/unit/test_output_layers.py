@@ -452,6 +452,21 @@ def test_parameters_of_another_layer_are_refused_in_a_sentence(other):
         build("mixtape", feature_dim=E).load_state_dict(state)
 
 
+@pytest.mark.parametrize("num_components, ratio", [(2, 0.5), (4, 0.1), (5, 1.0)])
+def test_parameters_are_those_of_the_page(num_components, ratio):
+    """The formulas of docs/output_layers.md."""
+    num_frequent, contexts = round(ratio * V), num_components * E * (D + 1)
+    gates = (num_components - 1) * (GATE_DIM * (D + 1) + D) + num_frequent * (GATE_DIM + num_components - 1)
+    mixture = contexts + num_components * D
+    beside = {"mos": mixture, "moc": mixture, "mixtape": contexts + gates, "plif": 9}  # plif_pieces of build
+    for name in OUTPUT_LAYERS:
+        layer = build(name, num_components=num_components, frequent_ratio=ratio)
+        count = sum(parameter.numel() for parameter in layer.parameters())
+        assert count == V * layer.embed_dim + V + beside.get(name, 0), name
+        scaled = build(name, num_components=num_components, frequent_ratio=ratio, context_scale=4.0)
+        assert sum(parameter.numel() for parameter in scaled.parameters()) == count + 1
+
+
 def make_dictionary(counts):
     dictionary = Dictionary()
     for i, count in enumerate(counts):
