@@ -158,24 +158,22 @@ def write_page(path: str | Path) -> None:
     text = "".join(read_lines(path))
     openings = len(re.findall(rf"^{re.escape(BLOCK)}", text, re.MULTILINE))
     until = rf"((?:(?!^{re.escape(BLOCK)}).)*?)"  # not beyond the next block: an end may be missing
-    pattern = rf"(^{re.escape(BLOCK)}{until} -->\r?\n){until}(<!-- end -->)"
-    blocks = list(re.finditer(pattern, text, flags=re.DOTALL | re.MULTILINE))
+    pattern = re.compile(rf"(^{re.escape(BLOCK)}{until} -->\r?\n){until}(<!-- end -->)", re.DOTALL | re.MULTILINE)
+    blocks = list(pattern.finditer(text))
     if not blocks or len(blocks) < openings:
         raise UserError(
             f"--page {path} has {openings} times {BLOCK!r} and {len(blocks)} whole blocks, "
             f"{BLOCK}ARGUMENTS --> … <!-- end -->"
         )
-    asked = []
+    asked = {}
     for block in blocks:
         try:
-            asked.append(parse(shlex.split(block[2])))
+            asked[block.start()] = parse(shlex.split(block[2]))
         except ValueError as error:
             raise UserError(f"--page {path}: {block[2]!r} is no list of arguments: {error}") from None
-    order = sorted(range(len(blocks)), key=lambda number: bool(asked[number].overview))  # it reads what others write
-    reports = {number: report(asked[number]) for number in order}
-    for number, block in reversed([*enumerate(blocks)]):  # from the end, so that places stay
-        text = f"{text[: block.start()]}{block[1]}\n{reports[number]}{block[4]}{text[block.end() :]}"
-    write_text(path, text)
+    order = sorted(asked, key=lambda place: bool(asked[place].overview))  # last: it reads what others write
+    reports = {place: report(asked[place]) for place in order}
+    write_text(path, pattern.sub(lambda block: f"{block[1]}\n{reports[block.start()]}{block[4]}", text))
 
 
 def check(args: argparse.Namespace) -> None:
