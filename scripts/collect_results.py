@@ -3,7 +3,7 @@
 
     python scripts/collect_results.py checkpoints/wmt14_en_de.* --csv results.csv --plot results.png
     python scripts/collect_results.py examples/ptb/results/runs.csv checkpoints/ptb.* --groups
-    python scripts/collect_results.py --page docs/results.md
+    python scripts/collect_results.py --page README.md docs/results*.md
     python scripts/collect_results.py --overview docs/overview.csv --differences overview.png
     python scripts/collect_results.py checkpoints/ptb.* --baseline softmax
     python scripts/collect_results.py checkpoints/ptb.* --correlate rank "test ppl" --scatter correlation.png
@@ -26,9 +26,9 @@ cell was not run, and – stays as it is. --differences draws it.
 --draw X Y PNG draws a line for each layer: means over trainings with the same X, and their standard deviations.
 A column may be a flag of the trainings' commands, too: embed-dim is what they give --embed-dim, "–" where they do not.
 
-A CSV file that --csv wrote stands for the folders of its rows. --page makes the tables of a Markdown page anew: each
+A CSV file that --csv wrote stands for the folders of its rows. --page makes the tables of Markdown pages anew: each
 block <!-- collect_results.py ARGUMENTS --> … <!-- end --> gets what these arguments print, run in the present folder,
-those with --overview last.
+those with --overview after all others.
 
     epochs       those that were trained whole
     ended        whether fairseq-train came to its end (or may still be at work)
@@ -92,6 +92,8 @@ from mixtape_plugin.errors import UserError
 from mixtape_plugin.files import check_outputs, read_lines, write_csv, write_text, writing
 
 BLOCK = "<!-- collect_results.py "
+WITHIN = rf"((?:(?!^{re.escape(BLOCK)}).)*?)"  # not beyond the next block: an end may be missing
+BLOCK_PATTERN = re.compile(rf"(^{re.escape(BLOCK)}{WITHIN} -->\r?\n){WITHIN}(<!-- end -->)", re.DOTALL | re.MULTILINE)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -104,7 +106,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--without", action="append", default=[], metavar="TEXT", help="only trainings whose command has none of these"
     )
-    parser.add_argument("--page", type=Path, metavar="FILE", help="make the tables of this page anew, and nothing else")
+    parser.add_argument(
+        "--page", nargs="+", type=Path, metavar="FILE", help="make the tables of these pages anew, and nothing else"
+    )
     parser.add_argument("--overview", type=Path, metavar="FILE", help="one table out of several of --groups-csv")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table here")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the numbers, commands and signatures here")
@@ -137,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     if args.page:
         stands_alone(args, "page")
-        write_page(args.page)
+        write_pages(args.page)
     else:
         print(report(args), end="")
 
@@ -147,19 +151,34 @@ def stands_alone(args: argparse.Namespace, option: str, *beside: str) -> None:
     given = [name for name, value in vars(args).items() if value and name not in (option, *beside)]
     if given:
         alone = "stands alone" if not beside else f"goes with no option but --{', --'.join(beside)}"
-        raise UserError(f"--{option} {getattr(args, option)} {alone}: leave out {given[0].replace('_', '-')}")
+        value = getattr(args, option)
+        words = shlex.join(map(str, value if isinstance(value, list) else [value]))
+        raise UserError(f"--{option} {words} {alone}: leave out {given[0].replace('_', '-')}")
 
 
-def write_page(path: str | Path) -> None:
-    """Fills each block of a Markdown page with what its arguments print.
+def write_pages(paths: Sequence[Path]) -> None:
+    """Fills each block of these Markdown pages with what its arguments print.
 
-    The page appears whole or stays as it was; files that its blocks write by then are not taken back.
+    No page is written before all blocks of all pages have been run; files that blocks write are not taken back.
     """
-    text = "".join(read_lines(path))
+    texts = {path: "".join(read_lines(path)) for path in paths}
+    asked = {(path, place): args for path, text in texts.items() for place, args in blocks_of(path, text).items()}
+    tables = {path: {} for path in paths}
+    for path, place in sorted(asked, key=lambda block: bool(asked[block].overview)):  # last: it reads what others write
+        tables[path][place] = report(asked[path, place])
+    for path, text in texts.items():
+        write_text(path, filled(text, tables[path]))
+
+
+def filled(text: str, tables: dict[int, str]) -> str:
+    """A page's text with other tables, which are given by the places of their blocks."""
+    return BLOCK_PATTERN.sub(lambda block: f"{block[1]}\n{tables[block.start()]}{block[4]}", text)
+
+
+def blocks_of(path: Path, text: str) -> dict[int, argparse.Namespace]:
+    """What each block of a page asks for, by the block's place in the text."""
     openings = len(re.findall(rf"^{re.escape(BLOCK)}", text, re.MULTILINE))
-    until = rf"((?:(?!^{re.escape(BLOCK)}).)*?)"  # not beyond the next block: an end may be missing
-    pattern = re.compile(rf"(^{re.escape(BLOCK)}{until} -->\r?\n){until}(<!-- end -->)", re.DOTALL | re.MULTILINE)
-    blocks = list(pattern.finditer(text))
+    blocks = list(BLOCK_PATTERN.finditer(text))
     if not blocks or len(blocks) < openings:
         raise UserError(
             f"--page {path} has {openings} times {BLOCK!r} and {len(blocks)} whole blocks, "
@@ -171,9 +190,7 @@ def write_page(path: str | Path) -> None:
             asked[block.start()] = parse(shlex.split(block[2]))
         except ValueError as error:
             raise UserError(f"--page {path}: {block[2]!r} is no list of arguments: {error}") from None
-    order = sorted(asked, key=lambda place: bool(asked[place].overview))  # last: it reads what others write
-    reports = {place: report(asked[place]) for place in order}
-    write_text(path, pattern.sub(lambda block: f"{block[1]}\n{reports[block.start()]}{block[4]}", text))
+    return asked
 
 
 def check(args: argparse.Namespace) -> None:

@@ -195,19 +195,21 @@ def test_mistakes(text, args, sentence, overview):
     assert not list(overview.parent.glob("a.*")) and (overview.parent / "single.csv").read_text() == single
 
 
-def test_a_page_begins_with_an_overview_of_what_follows(overview, folder, capsys):
-    """It is of the trainings as they are now, not as they were when the page was last made."""
+def test_an_overview_is_of_what_other_pages_make(overview, folder, capsys):
+    """It is of the trainings as they are now, not as they were when the pages were last made, in whichever order."""
     log = start("softmax", 1) + epoch(1, 100, 80)
     slower = folder("slower", train_log=log, test__perplexity_txt="test nll_loss 1 | ppl 40\n")
-    other = "single.mixtape.0"
-    page = overview.parent / "page.md"
-    page.write_text(
-        "<!-- collect_results.py --overview overview.csv -->\n<!-- end -->\n\n"
-        f"<!-- collect_results.py {slower} {other} --columns layer --groups-csv single.csv -->\n<!-- end -->\n"
-    )
-    collect_results.main(["--page", str(page)])
-    text = page.read_text()
-    assert "| short | 40.00 (1) | +27.5% (1) |" in text and "| layer |\n| --- |\n| softmax |\n" in text
+    first, second = overview.parent / "first.md", overview.parent / "second.md"
+    first.write_text("<!-- collect_results.py --overview overview.csv -->\n<!-- end -->\n")
+    block = "<!-- collect_results.py {} single.mixtape.0 --columns layer --groups-csv single.csv -->\n<!-- end -->\n"
+    second.write_text(block.format("nowhere"))
+    with pytest.raises(UserError, match="nowhere is no folder"):
+        collect_results.main(["--page", str(first), str(second)])
+    assert "| short |" not in first.read_text()  # no page is made where one cannot be
+    second.write_text(block.format(slower))
+    collect_results.main(["--page", str(first), str(second)])
+    assert "| short | 40.00 (1) | +27.5% (1) |" in first.read_text()
+    assert "| layer |\n| --- |\n| softmax |\n" in second.read_text()
 
 
 def cells_of(path):
@@ -218,19 +220,20 @@ def cells_of(path):
     return {place: value for place, value in cells.items() if place not in numbers}, numbers
 
 
-@pytest.mark.parametrize("page", ["docs/results.md", "README.md"])
-def test_the_pages_are_what_their_files_give(page, tmp_path, monkeypatch):
+def test_the_pages_are_what_their_files_give(tmp_path, monkeypatch):
     """Made anew from the rows of trainings in the repository, the tables are those that stand there."""
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "README.md", tmp_path)
     for results in ROOT.glob("examples/*/results"):
         shutil.copytree(results, tmp_path / results.relative_to(ROOT))
     monkeypatch.chdir(tmp_path)
-    if page == "docs/results.md":  # which makes what README.md reads
-        for line in read_csv("docs/overview.csv", ["groups"], "is the overview"):
-            (tmp_path / line["groups"]).unlink()
-    collect_results.main(["--page", page])
-    assert (tmp_path / page).read_text() == (ROOT / page).read_text()
+    for line in read_csv("docs/overview.csv", ["groups"], "is the overview"):  # which the pages make
+        (tmp_path / line["groups"]).unlink()
+    pages = ["README.md", *(f"docs/{page.name}" for page in sorted(ROOT.glob("docs/results*.md")))]
+    assert len(pages) > 2
+    collect_results.main(["--page", *pages])
+    for page in pages:
+        assert (tmp_path / page).read_text() == (ROOT / page).read_text(), page
     for table in ROOT.glob("examples/*/results/*.csv"):
         (words, numbers), (kept_words, kept_numbers) = cells_of(tmp_path / table.relative_to(ROOT)), cells_of(table)
         assert words == kept_words and numbers == pytest.approx(kept_numbers)  # other processors round otherwise
