@@ -106,6 +106,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--without", action="append", default=[], metavar="TEXT", help="only trainings whose command has none of these"
     )
+    parser.add_argument("--ended", action="store_true", help="only trainings that came to their end")
     parser.add_argument(
         "--page", nargs="+", type=Path, metavar="FILE", help="make the tables of these pages anew, and nothing else"
     )
@@ -220,8 +221,10 @@ def check(args: argparse.Namespace) -> None:
     tables = [path for path in args.folders if path.endswith(".csv")]
     grows = [path for path in tables if args.csv and os.path.realpath(path) == os.path.realpath(args.csv)]
     check_outputs(outputs, [path for path in tables if path not in grows])
-    if grows and (args.where or args.without):
-        raise UserError(f"--csv {args.csv} is read, too, and would lose rows by --where and --without: choose another")
+    if grows and (args.where or args.without or args.ended):
+        raise UserError(
+            f"--csv {args.csv} is read, too, and would lose rows by --where, --without and --ended: choose another"
+        )
     if not args.folders and not args.overview:
         raise UserError("no training is given: name folders that train.sh wrote, or CSV files of --csv")
 
@@ -249,6 +252,9 @@ def all_rows(args: argparse.Namespace) -> list[dict]:
     rows = [row for row in rows if not any(has(row["command"], text) for text in args.without)]
     if not rows:
         raise UserError(f"--without {' '.join(args.without)} leaves no training: each command has one of these")
+    rows = [row for row in rows if row["ended"] == "yes" or not args.ended]
+    if not rows:
+        raise UserError("--ended leaves no training: none came to its end")
     return rows
 
 

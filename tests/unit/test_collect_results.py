@@ -36,6 +36,8 @@ def test_translation(folder, capsys, tmp_path):
         "chrF": "57.96", "tokens/s": "1,050", "s an epoch": "440", "wall time": "1 h 57 min",
         "precision": "bfloat16", "hardware": "EPYC (threads: 1)", "commit": "3be862a",
     }  # fmt: skip
+    collect_results.main([str(whole), str(begun), "--ended", "--columns", "layer,ended"])
+    assert table_of(capsys.readouterr().out)[0] == [{"layer": "mixtape-4", "ended": "yes"}]
     names = ("layer", "seed", "epochs", "ended", "valid ppl", "test ppl", "chrF", "wall time")
     values = ["softmax", "8", "1", "no", "190.00", "not run", "not run", "1 min"]
     assert [rows[1][name] for name in names] == values
@@ -442,6 +444,7 @@ def test_a_link_stays_one_and_a_pipe_is_written_to(folder, tmp_path):
             ["run", "--without", "moon", "--without=train.sh"],
             "--without moon train.sh leaves no training: each command has one of these",
         ),
+        (["run", "--ended"], "--ended leaves no training: none came to its end"),
         (
             ["--page", "page.md"],
             "--page page.md has 0 times '<!-- collect_results.py ' and 0 whole blocks, "
@@ -502,8 +505,10 @@ def test_a_table_grows_but_loses_no_row(folder, tmp_path, monkeypatch):
     collect_results.main([f"{tmp_path}/rows.csv", "other", "--csv", "rows.csv"])
     before = (tmp_path / "rows.csv").read_bytes()
     assert len(read_rows("rows.csv")) == 2
-    with pytest.raises(UserError, match="--csv rows.csv is read, too, and would lose rows by --where and --without"):
+    with pytest.raises(UserError, match="--csv rows.csv is read, too, and would lose rows by --where, --without"):
         collect_results.main(["rows.csv", "--where", "softmax", "--csv", "rows.csv"])
+    with pytest.raises(UserError, match="--csv rows.csv is read, too, and would lose rows by --where, --without"):
+        collect_results.main(["rows.csv", "--ended", "--csv", "rows.csv"])
     with pytest.raises(UserError, match="--markdown rows.csv is not allowed, as rows.csv is read, too"):
         collect_results.main(["rows.csv", "--markdown", "rows.csv"])
     assert (tmp_path / "rows.csv").read_bytes() == before
