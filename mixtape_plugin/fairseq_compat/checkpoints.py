@@ -88,6 +88,8 @@ def explain_checkpoints_that_do_not_fit() -> None:
             def read_and_note(*args, **kwargs):  # the one place where the file's options can be seen
                 state = read(*args, **kwargs)
                 saved.append(state["cfg"].get("model") if state.get("cfg") else state.get("args"))
+                if filename == self.cfg.checkpoint.finetune_from_model:
+                    begin_other_parameters_anew(filename, state["model"], self.get_model())
                 return state
 
             checkpoint_utils.load_checkpoint_to_cpu = read_and_note
@@ -143,6 +145,37 @@ def check_output_layer(path: str, options: object, model: BaseFairseqModel, new_
             logger.warning(f"{path} was trained with {flag} {saved}; its weights begin a training with {given}")
             if option == "output_layer":
                 return  # of another, options of this one say nothing
+
+
+def begin_other_parameters_anew(path: str, weights: dict, model: BaseFairseqModel) -> None:
+    """Gives a checkpoint's weights, with which a new training begins, the model's own initial values of what its output
+    layer has and the checkpoint's has not, or has in another shape; a line of the log names them.
+
+    So a network with one output layer, or fairseq's own Transformer, can go on with another. Of the rest of the network
+    all must be there.
+
+    Args:
+        path: of the checkpoint.
+        weights: name -> value, changed in place.
+        model: what is trained.
+    """
+    layer = find_output_layer(model)
+    if layer is None:
+        return
+    prefix = "decoder.output_projection."
+    wanted = {prefix + name: value for name, value in layer.state_dict().items()}
+    saved = {name: value for name, value in weights.items() if name.startswith(prefix)}
+    kept = {name for name, value in saved.items() if name in wanted and value.shape == wanted[name].shape}
+    anew = [name for name in wanted if name not in kept]
+    for name in saved.keys() - kept:
+        del weights[name]
+    weights.update((name, wanted[name].detach().cpu().clone()) for name in anew)
+    if anew or len(kept) < len(saved):
+        names = ", ".join(name[len(prefix) :] for name in anew) or "nothing"
+        logger.warning(
+            f"{path} begins a training with --output-layer {layer.config.output_layer}; of its parameters these begin "
+            f"anew: {names}"
+        )
 
 
 def copy_checkpoints_whole() -> None:

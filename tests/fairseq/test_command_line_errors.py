@@ -257,10 +257,9 @@ def test_missing_target_side(missing, data, tmp_path, save_dir):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["--restore-file", "--finetune-from-model"])
-def test_checkpoint_of_another_layer(option, data, trained, save_dir):
+def test_checkpoint_of_another_layer(data, trained, save_dir):
     checkpoint = trained("softmax").checkpoint
-    args = train_args(data, save_dir, "--share-decoder-input-output-embed", option, checkpoint)
+    args = train_args(data, save_dir, "--share-decoder-input-output-embed", "--restore-file", checkpoint)
     sentence = error_of("train", *args)
     assert sentence.startswith("the checkpoint's output layer does not fit --output-layer mixtape: ")
     assert "gate_embedding [20, 8]" in sentence and "\n" not in sentence
