@@ -34,6 +34,7 @@ HELP = """
 --smoke         a model a thousand times smaller for a few updates on the CPU, to try the recipe
 --finetune      the second stage, after the first has ended: averaged SGD from its best weights, into DIR/finetuned
 --small         smaller, for a CPU, each layer of about as many parameters; in checkpoints/{example}.small.LAYER.seed1
+--long          with --small, 30 epochs and what dropouts suit them; in checkpoints/{example}.small.long.LAYER.seed1
 --float32       on the CPU, no bfloat16 even where the processor is faster in it
 --data DIR      what prepare.sh wrote (default: {data})
 --save DIR      checkpoints and train.log (default: checkpoints/{example}.LAYER.seedN)
@@ -322,12 +323,14 @@ def plan(recipe: argparse.Namespace, arguments: Sequence[str]) -> Variables:
         raise ValueError("--save-dir is not allowed, since train.log would stay behind: give --save")
     if options.get("small") and options.get("finetune"):
         raise ValueError("--small has no second stage")
+    if options.get("long") and not options.get("small"):
+        raise ValueError("--long goes with --small: the recipe of the papers is long enough")
     if options.get("smoke") and options.get("max-tokens"):
         raise ValueError(f"--max-tokens {options['max-tokens']} does not go with --smoke, whose updates are small ones")
     if options.get("float32") and "--bf16" in extra:
         raise ValueError("--float32 and --bf16 exclude each other")
     data, seed = options["data"] or recipe.data, options["seed"] or layer.settings.get("seed", "1")
-    example = recipe.example + (".small" if options.get("small") else "")
+    example = recipe.example + (".small" if options.get("small") else "") + (".long" if options.get("long") else "")
     save = options["save"] or f"checkpoints/{example}.{name}.seed{seed}"
     if not options["print"] and not any(Path(data).glob(recipe.dictionary)):
         raise ValueError(f"--data {data} holds no binarized data; run prepare.sh first")

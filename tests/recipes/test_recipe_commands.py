@@ -107,6 +107,8 @@ def test_the_second_stage_is_printed_before_the_first_has_ended(venv):
     assert flags["--finetune-from-model"] == ["checkpoints/ptb.mos.seed28/checkpoint_best.pt"]
     message = "train.sh: --small has no second stage"
     assert mistake("ptb", "train.sh", "mos", "--finetune", "--small", MIXTAPE_VENV=venv) == message
+    message = "train.sh: --long goes with --small: the recipe of the papers is long enough"
+    assert mistake("ptb", "train.sh", "mos", "--long", MIXTAPE_VENV=venv) == message
     message = "train.sh: --float32 and --bf16 exclude each other"
     assert mistake("ptb", "train.sh", "mos", "--float32", "--bf16", "--print", MIXTAPE_VENV=venv) == message
     message = "train.sh: --max-tokens 7 does not go with --smoke, whose updates are small ones"
