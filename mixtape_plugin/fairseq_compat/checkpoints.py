@@ -162,7 +162,7 @@ def begin_other_parameters_anew(path: str, weights: dict, model: BaseFairseqMode
     layer = find_output_layer(model)
     if layer is None:
         return
-    prefix = "decoder.output_projection."
+    prefix = next(name for name, module in model.named_modules() if module is layer) + "."
     wanted = {prefix + name: value for name, value in layer.state_dict().items()}
     saved = {name: value for name, value in weights.items() if name.startswith(prefix)}
     kept = {name for name, value in saved.items() if name in wanted and value.shape == wanted[name].shape}

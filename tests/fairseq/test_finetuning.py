@@ -1,0 +1,93 @@
+"""Training that begins from a checkpoint of another output layer, or goes on with one, through fairseq-train."""
+
+import re
+from argparse import Namespace
+
+import pytest
+import torch
+from conftest import USER_DIR, build_model, load_parameters, run, train_args
+
+from mixtape_plugin.errors import UserError
+from mixtape_plugin.fairseq_compat.checkpoints import begin_other_parameters_anew, check_output_layer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "before, after, flag",
+    [
+        ("--output-layer mos", "--output-layer moc", "--output-layer"),
+        ("--output-layer sigsoftmax", "--output-layer softmax", "--output-layer"),
+        ("--output-layer gss --gss-k 2", "--output-layer gss --gss-k 3", "--gss-k"),
+        ("--output-layer plif --plif-range 20", "--output-layer plif --plif-range 10", "--plif-range"),
+    ],
+)
+def test_another_layer_of_the_same_shapes(before, after, flag, data, tmp_path):
+    """A training does not go on with it, its checkpoints stay; a new one may begin from its weights, and says so."""
+    run("train", *train_args(data, tmp_path / "first", *before.split(), "--max-update", 2))
+    checkpoint = tmp_path / "first" / "checkpoint_last.pt"
+    content = checkpoint.read_bytes()
+    with pytest.raises(UserError, match=rf"trained with {flag} \S+, not \S+: go on with") as error:
+        run("train", *train_args(data, tmp_path / "first", *after.split()))
+    assert str(checkpoint) in str(error.value) and checkpoint.read_bytes() == content
+
+    more = [*after.split(), "--finetune-from-model", checkpoint]
+    output = run("train", *train_args(data, tmp_path / "second", *more)).stdout
+    assert re.search(rf"WARNING .* was trained with {flag} \S+; its weights begin a training with", output)
+    output = run("train", *train_args(data, tmp_path / "second", *more, "--max-update", 6)).stdout
+    assert "Loaded checkpoint" in output and "was trained with" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", ["softmax", "mos", "mixtape"])
+def test_finetuning_from_a_network_without_this_layer(layer, data, tmp_path):
+    """All that fairseq's own Transformer has is kept, what the layer has beside it begins as in any training."""
+    arch, criterion = "--arch transformer --share-decoder-input-output-embed", "--criterion cross_entropy"
+    stock = [word for word in train_args(data, tmp_path / "stock") if word not in ("--gate-dim", "8")]
+    run("train", *stock, *arch.split(), *criterion.split())
+    checkpoint = tmp_path / "stock" / "checkpoint_last.pt"
+    more = f"--output-layer {layer} --share-decoder-input-output-embed --max-update 1 --lr 0".split()
+    output = run("train", *train_args(data, tmp_path / "tuned", *more, "--finetune-from-model", checkpoint))
+    run("train", *train_args(data, tmp_path / "fresh", *more))
+    before, tuned, fresh = (
+        load_parameters(tmp_path / name / "checkpoint_last.pt") for name in ("stock", "tuned", "fresh")
+    )
+    assert tuned.keys() == fresh.keys() and before.keys() < tuned.keys()
+    for name, value in tuned.items():
+        torch.testing.assert_close(value, before.get(name, fresh[name]), rtol=0, atol=0, msg=name)
+    begun = ", ".join(name.rpartition("output_projection.")[2] for name in tuned if name not in before)
+    assert f"--output-layer {layer}; of its parameters these begin anew: {begun}" in output.stdout
+    if layer == "softmax":  # fairseq's own, and a bias of zeros
+        args = [data, "--task", "translation", "--max-tokens", 512, "--cpu", "--user-dir", USER_DIR]
+        losses = []
+        for name in ("stock", "tuned"):
+            path = tmp_path / name / "checkpoint_last.pt"
+            log = run("validate", *args, "--path", path, "--log-format", "json").stdout
+            losses.append(re.search(r'"valid_loss": "([\d.]+)"', log)[1])
+        assert losses[0] == losses[1]
+
+
+def test_finetuning_from_another_shape(caplog):
+    """Of the same layer with more components, what does not depend on their number is kept."""
+    few, many = build_model(output_layer="mos", num_components=2), build_model(output_layer="mos", num_components=3)
+    weights = few.state_dict()
+    begin_other_parameters_anew("few.pt", weights, many)
+    many.load_state_dict(weights, strict=True)
+    layer = many.decoder.output_projection
+    torch.testing.assert_close(layer.bias, few.decoder.output_projection.bias, rtol=0, atol=0)
+    torch.testing.assert_close(layer.weight, few.decoder.output_projection.weight, rtol=0, atol=0)
+    (record,) = caplog.records
+    anew = [name for name, _ in layer.named_parameters() if name not in ("weight", "bias")]
+    assert record.message.endswith("begin anew: " + ", ".join(anew))
+    caplog.clear()
+    begin_other_parameters_anew("many.pt", dict(many.state_dict()), many)
+    assert not caplog.records
+
+
+def test_every_option_that_differs_is_said(caplog):
+    """Where the layer is another one, its options say nothing."""
+    options = {"output_layer": "gss", "gss_c": -1.0, "gss_k": 3.0}
+    for layer, said in ("gss", ["--gss-c", "--gss-k"]), ("softmax", ["--output-layer"]):
+        caplog.clear()
+        saved = Namespace(**{**options, "output_layer": layer})
+        check_output_layer("a.pt", saved, build_model(output_layer="gss"), new_training=True)
+        assert [re.search(r"trained with (\S+)", record.message)[1] for record in caplog.records] == said
