@@ -37,7 +37,7 @@ if [ -n "$small" ]; then
   dropout=0.2 embedding_dropout=0 updates=10000
   if [ -n "$long" ]; then
     dropout=0.25 embedding_dropout=0.1 updates=40000
-    case $layer in mos | mixtape) layer_flags+=(--context-dropout 0.2) ;; esac
+    case $layer in mos | moc | mixtape) layer_flags+=(--context-dropout 0.2) ;; esac
   fi
   fairseq_train "${lstm[@]}" --tokens-per-sample 35 --arch awd_lstm_lm "${layer_flags[@]}" \
     --context-scale 8 --dropout "$dropout" --input-dropout "$dropout" --hidden-dropout "$dropout" \
