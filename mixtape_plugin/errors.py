@@ -84,7 +84,9 @@ def is_finite(value: object) -> bool:
 def sentence_for_user(error: BaseException | None) -> str | None:
     """The message of the UserError that caused `error`, or one of FAIRSEQ_SENTENCES, else None."""
     if type(error).__name__ == "ProcessRaisedException":  # holds the traceback of a spawned process, as text
-        found = re.search(r"^mixtape_plugin\.errors\.UserError: (.+)", str(error), re.MULTILINE)
+        theirs = "|".join(map(re.escape, FAIRSEQ_SENTENCES))
+        sentence = rf"^(?:mixtape_plugin\.errors\.UserError: |[\w.]+: (?={theirs}))(.+)"
+        found = re.search(sentence, str(error), re.MULTILINE)
         return found and found[1]
     seen = set()
     while error is not None and id(error) not in seen:

@@ -45,8 +45,9 @@ class AWDLSTMCrossEntropy(OutputLayerCrossEntropy):
         ar_alpha: float = 2.0,
         tar_beta: float = 1.0,
         report_bpc: bool = False,
+        ignore_prefix_size: int = 0,
     ):
-        super().__init__(task, sentence_avg, label_smoothing, report_accuracy)
+        super().__init__(task, sentence_avg, label_smoothing, report_accuracy, ignore_prefix_size)
         self.ar_alpha = ar_alpha
         self.tar_beta = tar_beta
         check_values(self, {name: (getattr(self, name) >= 0, "0 or more") for name in ("ar_alpha", "tar_beta")})

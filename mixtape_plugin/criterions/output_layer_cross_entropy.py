@@ -21,6 +21,7 @@ from mixtape_plugin.output_layers import OutputLayer, find_output_layer
 class OutputLayerCrossEntropyConfig(FairseqDataclass):
     label_smoothing: float = field(default=0.0, metadata={"help": "epsilon, the mass spread over the other tokens"})
     report_accuracy: bool = field(default=False, metadata={"help": "log how often the target is the top token"})
+    ignore_prefix_size: int = field(default=0, metadata={"help": "leave out the first N targets of each sentence"})
     sentence_avg: bool = II("optimization.sentence_avg")
 
 
@@ -53,17 +54,28 @@ class OutputLayerCrossEntropy(FairseqCriterion):
     The same numbers and logs as fairseq's ``label_smoothed_cross_entropy`` (logs in bits, base 2).
 
     Raises:
-        UserError: ε outside [0, 1), or a model whose decoder has no output layer of this plugin.
+        UserError: ε outside [0, 1), a prefix of fewer than 0 targets, or a model whose decoder has no output layer of
+            this plugin.
     """
 
     def __init__(
-        self, task: FairseqTask, sentence_avg: bool, label_smoothing: float = 0.0, report_accuracy: bool = False
+        self,
+        task: FairseqTask,
+        sentence_avg: bool,
+        label_smoothing: float = 0.0,
+        report_accuracy: bool = False,
+        ignore_prefix_size: int = 0,
     ):
         super().__init__(task)
         self.sentence_avg = sentence_avg
         self.label_smoothing = label_smoothing
-        check_values(self, {"label_smoothing": (0 <= label_smoothing < 1, "from 0 to less than 1")})
         self.report_accuracy = report_accuracy
+        self.ignore_prefix_size = ignore_prefix_size
+        allowed = {
+            "label_smoothing": (0 <= label_smoothing < 1, "from 0 to less than 1"),
+            "ignore_prefix_size": (ignore_prefix_size >= 0, "0 or more"),
+        }
+        check_values(self, allowed)
 
     def check_training(self, cfg: DictConfig, model: BaseFairseqModel) -> None:
         """Raises UserError for a model without an output layer of this plugin, and where checkpoints are chosen by a
@@ -79,13 +91,15 @@ class OutputLayerCrossEntropy(FairseqCriterion):
             raise ValueError("output_layer_cross_entropy sums over tokens: for one loss a token use cross_entropy")
         layer = output_layer_of(model)
         features, extra = model(**sample["net_input"], features_only=True)
-        target = model.get_targets(sample, None)
+        scored, target = features, model.get_targets(sample, None)
+        if self.ignore_prefix_size:
+            scored, target = scored[:, self.ignore_prefix_size :], target[:, self.ignore_prefix_size :]
         logging_output = {}
-        loss, nll = layer.loss(features, target, label_smoothing=self.label_smoothing, ignore_index=self.padding_idx)
+        loss, nll = layer.loss(scored, target, label_smoothing=self.label_smoothing, ignore_index=self.padding_idx)
         if self.report_accuracy:
             counted = target.ne(self.padding_idx)
             with torch.no_grad(), evaluating(layer):
-                chunks = features[counted].split(layer.contexts_at_once)
+                chunks = scored[counted].split(layer.contexts_at_once)
                 top = torch.cat([layer(chunk).argmax(-1) for chunk in chunks])
             logging_output["n_correct"] = top.eq(target[counted]).sum()
             logging_output["total"] = counted.sum()

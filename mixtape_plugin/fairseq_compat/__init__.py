@@ -11,7 +11,10 @@ from mixtape_plugin.fairseq_compat.checkpoints import (
     explain_checkpoints_that_do_not_fit,
     load_checkpoints_safely,
 )
-from mixtape_plugin.fairseq_compat.command_line import ask_for_the_task_of_a_validation
+from mixtape_plugin.fairseq_compat.command_line import (
+    ask_for_the_task_of_a_validation,
+    refuse_to_subtract_a_language_model_that_masks_tokens,
+)
 from mixtape_plugin.fairseq_compat.data import (
     end_reading_before_the_interpreter,
     keep_batches_after_a_resume,
@@ -57,6 +60,7 @@ def apply() -> None:
     refuse_blocks_that_would_be_skipped()
     train_bf16_without_xla()
     ask_for_the_task_of_a_validation()
+    refuse_to_subtract_a_language_model_that_masks_tokens()
     name_the_update_that_diverged()
     keep_float32_weights_in_checkpoints()
     let_amp_use_its_optimizer()

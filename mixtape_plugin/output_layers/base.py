@@ -92,6 +92,8 @@ class OutputLayer(nn.Module):
     fixed_options: tuple = ()
     #: S, the first tokens of the vocabulary, for which it has more parameters than for the others.
     num_frequent = 0
+    #: Whether its dropouts go on in evaluation, for samples of what the network is unsure of.
+    retains_dropout = False
 
     def __init__(
         self,
@@ -142,6 +144,18 @@ class OutputLayer(nn.Module):
     def build_parameters(self) -> None:
         """Makes what a layer has beside ``weight``, ``bias`` and ``context_scale``, from ``self.config`` and the sizes;
         raises UserError for options that do not go with them."""
+
+    def make_generation_fast_(
+        self, retain_dropout: bool = False, retain_dropout_modules: Sequence[str] | None = None, **kwargs
+    ) -> None:
+        """fairseq's word before a generation: whether dropouts go on there (``--retain-dropout``), and in which
+        classes of modules (None: in all)."""
+        of_this = retain_dropout_modules is None or type(self).__name__ in retain_dropout_modules
+        self.retains_dropout = retain_dropout and of_this
+
+    @property
+    def drops_out(self) -> bool:
+        return self.training or self.retains_dropout
 
     @classmethod
     def has_fused_loss(cls) -> bool:
@@ -327,9 +341,9 @@ class MixtureLayer(OutputLayer):
         """h_k after dropout, [..., K, E]."""
         contexts = self.scaled(torch.tanh(self.context(features)))
         if self.config.locked_context_dropout:
-            contexts = locked_dropout(contexts, self.config.context_dropout, self.training)
+            contexts = locked_dropout(contexts, self.config.context_dropout, self.drops_out)
         else:
-            contexts = F.dropout(contexts, self.config.context_dropout, self.training)
+            contexts = F.dropout(contexts, self.config.context_dropout, self.drops_out)
         return contexts.unflatten(-1, (self.num_components, self.embed_dim))
 
 

@@ -63,6 +63,7 @@ class Mixtape(MixtureLayer):
     label = "Mixtape"
     usual_components = 4  # of all experiments of the paper
     token_parameters = ("weight", "bias", "gate_embedding", "gate_bias")
+    fixed_options = ("gate_weight_norm",)
     variants = {"no-sharing": {"frequent_ratio": 1.0}}
 
     def build_parameters(self) -> None:
@@ -127,7 +128,7 @@ class Mixtape(MixtureLayer):
             # In float16 the norm of a small row, and what F.normalize divides by at least, are 0.
             weight = F.normalize(weight.to(at_least_float32(weight.dtype)), dim=1).to(weight.dtype)
         hidden = torch.tanh(F.linear(features, weight, self.gate_hidden.bias))
-        hidden = F.dropout(hidden, self.config.gate_dropout, self.training)
+        hidden = F.dropout(hidden, self.config.gate_dropout, self.drops_out)
         return hidden.unflatten(-1, (self.num_gates, self.config.gate_dim))
 
     def gates(self, features: Tensor) -> tuple[list[Tensor], list[Tensor]]:

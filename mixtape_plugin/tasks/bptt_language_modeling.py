@@ -411,12 +411,14 @@ class BpttLanguageModelingTask(LanguageModelingTask):
                 option = "--" + name.replace("_", "-")
                 raise UserError(
                     f"the checkpoint was saved in the middle of an epoch with {option} {value}, and cannot be resumed "
-                    f"with {self.walk[name]}: give the same, or go on from a checkpoint of an epoch's end"
+                    f"with {self.walk[name]}: give the same, go on from a checkpoint of an epoch's end, or begin the "
+                    "text anew by --reset-dataloader"
                 )
         processes = distributed_utils.get_data_parallel_world_size() if torch.distributed.is_initialized() else 1
         if len(states) != processes:
             raise UserError(
                 f"the checkpoint was saved in the middle of an epoch by {len(states)} processes, and cannot be resumed "
-                f"by {processes}: use as many, or go on from a checkpoint of an epoch's end"
+                f"by {processes}: use as many, go on from a checkpoint of an epoch's end, or begin the text anew by "
+                "--reset-dataloader"
             )
         self.restored_states = states[distributed_utils.get_data_parallel_rank() if processes > 1 else 0]

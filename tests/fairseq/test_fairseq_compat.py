@@ -545,6 +545,9 @@ def test_user_error_of_a_spawned_process_is_printed_as_a_sentence(capsys):
     error = torch.multiprocessing.ProcessRaisedException(f"-- Process 1 terminated:\n{text}", 1, 123)
     errors._excepthook(type(error), error, None)
     assert capsys.readouterr().err == "error: --num-components is 1, 2 or more is allowed\n"
+    text = "-- Process 1 terminated:\nFileNotFoundError: Dataset not found: train (data-bin)"  # fairseq's own
+    errors._excepthook(None, torch.multiprocessing.ProcessRaisedException(text, 1, 123), None)
+    assert capsys.readouterr().err == "error: Dataset not found: train (data-bin)\n"
     error = torch.multiprocessing.ProcessRaisedException("-- Process 1 terminated:\nKeyError: 'x'", 1, 123)
     errors._excepthook(type(error), error, None)
     assert "KeyError" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from mixtape_plugin.fairseq_compat.checkpoints import begin_other_parameters_ane
         ("--output-layer mos", "--output-layer moc", "--output-layer"),
         ("--output-layer sigsoftmax", "--output-layer softmax", "--output-layer"),
         ("--output-layer gss --gss-k 2", "--output-layer gss --gss-k 3", "--gss-k"),
+        ("--output-layer mixtape --gate-weight-norm", "--output-layer mixtape", "--gate-weight-norm"),
         ("--output-layer plif --plif-range 20", "--output-layer plif --plif-range 10", "--plif-range"),
     ],
 )

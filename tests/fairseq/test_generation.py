@@ -1,6 +1,7 @@
 """From a corpus to scored translations through fairseq's own commands, with each output layer."""
 
 import re
+import shutil
 
 import pytest
 import sacrebleu
@@ -8,6 +9,9 @@ import torch
 from conftest import LAYERS, SENTENCES, USER_DIR, generate_args, hypotheses, load_parameters, run
 from fairseq import checkpoint_utils
 from recipes import load_script
+from toy_text import NO_DROPOUT, lm_args
+
+from mixtape_plugin.errors import UserError
 
 pytestmark = pytest.mark.slow
 
@@ -22,9 +26,10 @@ def printed_lines(stdout, letter):
     return {int(line[0][2:]): line[-1] for line in lines}
 
 
-def assert_token_scores(stdout, models, task, count):
-    """Printed scores of the tokens are log2 of the models' mean probability, each hypothesis scored as a whole."""
-    sources, outputs, scores = (printed_lines(stdout, letter) for letter in "SHP")
+def assert_token_scores(stdout, models, task, count, language_model=None, weight=0.0):
+    """Printed scores of the tokens are log2 of the models' mean probability, each hypothesis scored as a whole, and
+    `weight` times that of a language model's."""
+    sources, outputs, printed_scores = (printed_lines(stdout, letter) for letter in "SHP")
     eos = task.target_dictionary.eos()
     for number in sorted(outputs)[:count]:
         source = task.source_dictionary.encode_line(sources[number], add_if_not_exist=False).long()[None]
@@ -33,8 +38,11 @@ def assert_token_scores(stdout, models, task, count):
         length = torch.tensor([source.size(1)])
         with torch.no_grad():
             probs = sum(model(source, length, previous)[0].double().softmax(-1) for model in models) / len(models)
-        expected = probs.gather(-1, target.unsqueeze(-1)).log2().flatten()
-        printed = torch.tensor([float(score) for score in scores[number].split()], dtype=torch.float64)
+            scores = probs.log2()
+            if language_model is not None:
+                scores = scores + weight * language_model(previous)[0].double().softmax(-1).log2()
+        expected = scores.gather(-1, target.unsqueeze(-1)).flatten()
+        printed = torch.tensor([float(score) for score in printed_scores[number].split()], dtype=torch.float64)
         torch.testing.assert_close(printed, expected, rtol=0, atol=2e-4)  # four digits are printed
 
 
@@ -86,6 +94,38 @@ def test_ensemble_of_two_output_layers(trained, data):
     models, _, task = checkpoint_utils.load_model_ensemble_and_task(paths)
     assert [model.decoder.output_projection.config.output_layer for model in models] == ["softmax", "mixtape"]
     assert_token_scores(stdout, [model.eval() for model in models], task, count=10)
+
+
+def test_a_language_model_beside_it(trained, data, corpus, tmp_path):
+    """--lm-path adds its log-probabilities; to subtract one that masks tokens would always give these."""
+    with_dictionary = shutil.copytree(data, tmp_path / "data")
+    shutil.copy(data / "dict.y.txt", with_dictionary / "dict.txt")
+    prefixes = [f"--{split}pref={corpus}/{split}.y" for split in ("train", "valid", "test")]
+    run("preprocess", "--only-source", "--srcdict", data / "dict.y.txt", "--destdir", tmp_path / "text", *prefixes)
+    more = "--output-layer mixtape --frequent-ratio 0.5 --max-update 20".split()
+    run("train", *lm_args(tmp_path / "text", tmp_path / "lm", *NO_DROPOUT, *more))
+    beside = ["--lm-path", tmp_path / "lm" / "checkpoint_last.pt", "--lm-weight"]
+    args = generate_args(with_dictionary, trained("softmax").checkpoint, *beside)
+    stdout = run("generate", *args, 0.5).stdout
+    models, _, task = checkpoint_utils.load_model_ensemble_and_task([str(trained("softmax").checkpoint)])
+    (language_model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(beside[1])])
+    assert_token_scores(stdout, [models[0].eval()], task, 10, language_model.eval(), 0.5)
+    with pytest.raises(UserError, match="--lm-weight -0.5 is not allowed: 0 or more, since the language model gives"):
+        run("generate", *args, -0.5)
+
+
+@pytest.mark.parametrize("output_layer", ["moc", "mixtape"])
+def test_dropout_of_the_layer_is_retained(output_layer, trained, data):
+    """--retain-dropout: with all others off, translations differ by the layer's own, from seed to seed."""
+    checkpoint = trained(output_layer).checkpoint
+    own = "'dropout': 0, 'attention_dropout': 0, 'activation_dropout': 0, 'context_dropout': 0.9, 'gate_dropout': 0.9"
+    args = generate_args(data, checkpoint, "--model-overrides", "{" + own + "}")
+    plain, *retained = (
+        hypotheses(run("generate", *args, *more).stdout)
+        for more in ([], ["--retain-dropout", "--seed", 1], ["--retain-dropout", "--seed", 2])
+    )
+    assert plain == hypotheses(run("generate", *generate_args(data, checkpoint)).stdout)
+    assert plain != retained[0] != retained[1] != plain
 
 
 def test_average_of_checkpoints_generates(trained, data, tmp_path):

@@ -77,6 +77,7 @@ def test_criterion_equals_fairseqs_own(output_layer, sentence_avg):
     for ours, fairseqs in (
         ((sentence_avg, 0.1, True), LabelSmoothedCrossEntropyCriterion(task, sentence_avg, 0.1, report_accuracy=True)),
         ((sentence_avg, 0.1, False), LabelSmoothedCrossEntropyCriterion(task, sentence_avg, 0.1)),
+        ((sentence_avg, 0.1, True, 1), LabelSmoothedCrossEntropyCriterion(task, sentence_avg, 0.1, 1, True)),
         ((sentence_avg,), CrossEntropyCriterion(task, sentence_avg)),
     ):
         numbers, sample_size, logged = loss_gradients_logs(OutputLayerCrossEntropy(task, *ours))
