@@ -59,16 +59,32 @@ def has_float32_products() -> bool:
     return "dtype" in torch.ops.aten.mm.overloads()
 
 
-def add_product_(total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) -> None:
-    """total += alpha · left @ right, where total may be of a wider type than the factors."""
+def rounds_products(matrix: Tensor) -> bool:
+    """Whether products of such a matrix are rounded to its type before :func:`add_product_` adds them up."""
+    return matrix.dtype == torch.bfloat16 and not (matrix.is_cuda and has_float32_products())
+
+
+def add_product_(
+    total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0, constant: Tensor | None = None
+) -> None:
+    """total += alpha · left @ right, where total may be of a wider type than the factors; and += constant, in each row.
+
+    Where the product is rounded, the constant is added before: later it would be rounded away where it is small, in
+    the same direction in each row.
+    """
+    if constant is not None:
+        if rounds_products(left):
+            total.add_(torch.addmm(constant.to(left.dtype), left, right, alpha=alpha))
+            return
+        total.add_(constant)
     if total.dtype == left.dtype:
         total.addmm_(left, right, alpha=alpha)
+    elif rounds_products(left):
+        total.add_(torch.mm(left, right), alpha=alpha)
     elif left.is_cuda and has_float32_products():
         total.add_(torch.mm(left, right, out_dtype=total.dtype), alpha=alpha)
-    elif left.dtype == torch.float16:  # sums over a chunk can be beyond its range
+    else:  # sums over a chunk can be beyond float16's range
         total.addmm_(left.to(total.dtype), right.to(total.dtype), alpha=alpha)
-    else:
-        total.add_(torch.mm(left, right), alpha=alpha)
 
 
 def zeros(tensor: Tensor) -> Tensor:
@@ -137,11 +153,14 @@ class FusedLoss:
     def loss(self) -> Tensor:
         return self.smoothing.loss(self.nll, self.spread) if self.smoothing.epsilon > 0 else self.nll
 
-    def add_product(self, name: str, left: Tensor, right: Tensor, rows: slice = slice(None)) -> None:
-        """The gradient in an input, or in some rows of it, gets left @ right, one of them gradients of scores."""
+    def add_product(
+        self, name: str, left: Tensor, right: Tensor, rows: slice = slice(None), constant: Tensor | None = None
+    ) -> None:
+        """The gradient in an input, or in some rows of it, gets left @ right, one of them gradients of scores, and in
+        each row a constant."""
         total = self.grad[name]
         if total is not None:
-            add_product_(total[rows].view(len(left), right.size(1)), left, right, 1 / self.scale)
+            add_product_(total[rows].view(len(left), right.size(1)), left, right, 1 / self.scale, constant)
 
     def add_rows(self, name: str, scores: Tensor) -> None:
         """The gradient in a vector, the bias, gets the sum of the rows of scores, which are gradients."""

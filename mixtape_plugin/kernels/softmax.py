@@ -53,17 +53,29 @@ class SoftmaxLoss(FusedLoss):
     """:func:`softmax_loss` without a curve. Label smoothing needs no pass over the scores:
     Σ_x z_x = h·Σ_x w_x + Σ_x b_x."""
 
+    context_constant = None  # what each context's gradient has beside its product
+
     def begin(self, contexts: Tensor, weight: Tensor, bias: Tensor) -> list:
         self.contexts, self.matrix, self.bias = contexts, weight.to(self.dtype), bias.to(self.wide)
         slices = chunks(len(self.target), len(weight) * score_bytes(self.dtype))
         self.buffer = self.ops.empty_rows(longest(slices), len(weight), self.dtype, weight.device)
+        if self.smoothing.epsilon > 0:
+            self.begin_smoothing()
         return slices
+
+    def begin_smoothing(self) -> None:
+        """The gradient of ε·spread in a context has the term −ε·Σ_x w_x, the same for all."""
+        self.counted = torch.ones_like(self.bias)
+        if self.mask is not None:
+            self.counted[self.mask] = 0.0
+        self.weight_sum = self.counted @ self.matrix.to(self.wide)
+        self.context_constant = -self.smoothing.epsilon * self.weight_sum
 
     def add_chunk(self, rows: slice) -> None:
         context = self.contexts[rows]
         scores = torch.mm(context, self.matrix.t(), out=self.buffer[: len(context)])  # [n, V]
         self.differentiate(scores, self.target[rows])
-        self.add_product("contexts", scores, self.matrix, rows)
+        self.add_product("contexts", scores, self.matrix, rows, self.context_constant)
         self.add_product("weight", scores.t(), context)
         self.add_rows("bias", scores)
 
@@ -81,20 +93,14 @@ class SoftmaxLoss(FusedLoss):
         epsilon = self.smoothing.epsilon
         if epsilon == 0:
             return
-        counted, bias = torch.ones_like(self.bias), self.bias
-        if self.mask is not None:
-            counted[self.mask] = 0.0
-            bias = bias.masked_fill(self.mask, 0.0)
-        weight_sum = counted @ self.matrix.to(self.wide)
+        bias = self.bias if self.mask is None else self.bias.masked_fill(self.mask, 0.0)
         context_sum = self.contexts.sum(0, dtype=self.wide)
-        self.spread -= context_sum @ weight_sum
+        self.spread -= context_sum @ self.weight_sum
         self.spread -= len(self.target) * bias.sum()
-        if self.grad["contexts"] is not None:
-            self.grad["contexts"].sub_(weight_sum, alpha=epsilon)
         if self.grad["weight"] is not None:
-            self.grad["weight"].addr_(counted, context_sum, alpha=-epsilon)
+            self.grad["weight"].addr_(self.counted, context_sum, alpha=-epsilon)
         if self.grad["bias"] is not None:
-            self.grad["bias"].sub_(counted, alpha=epsilon * len(self.target))
+            self.grad["bias"].sub_(self.counted, alpha=epsilon * len(self.target))
 
 
 class CurveSoftmaxLoss(SoftmaxLoss):
@@ -116,6 +122,9 @@ class CurveSoftmaxLoss(SoftmaxLoss):
         )  # fmt: skip
         self.nll += nll.sum()
         self.spread += spread.sum()
+
+    def begin_smoothing(self) -> None:
+        pass
 
     def finish(self) -> None:
         for name in self.curve.inputs:

@@ -109,6 +109,21 @@ def test_error_under_autocast(case, label_smoothing):
 
 
 @each_case
+def test_error_of_a_sum_over_tokens_in_bfloat16(case):
+    """What label smoothing adds to the gradient of a token's features can be smaller than their rounding, and is the
+    same for all tokens: lost once for each, it is a part of the sum, which moves the network before."""
+    errors = {"fused": 0.0, "eager": 0.0}
+    for seed in range(3):
+        layer = build(case, seed=seed, **{**WIDE, "vocab_size": 3000}).bfloat16()
+        features, target = random_batch(layer, 1000, seed=seed)
+        exact = by_formula(layer, features, target, label_smoothing=0.1)["features"].sum(0)
+        for impl in errors:
+            gradient = loss_and_gradients(twin(layer, impl), features, target, label_smoothing=0.1)["features"]
+            errors[impl] += ((gradient.double().sum(0) - exact).norm() / exact.norm()).item()
+    assert errors["fused"] <= 1.5 * errors["eager"], errors
+
+
+@each_case
 def test_error_of_unlikely_tokens_in_float16_under_a_loss_scale(case):
     """Probabilities of some 1e-9 are less than float16 holds: the loss is scaled to save their gradients.
 
