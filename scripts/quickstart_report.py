@@ -50,8 +50,9 @@ def measure(folder: Path, data: Path) -> tuple[float, torch.Tensor, int]:
 def row(out: Path, layer: str) -> tuple[list, dict, int, int]:
     """What one training reached, BLEU with its signature, and the numbers of contexts and tokens of the rank."""
     nll, log_probs, parameters = measure(out / layer, out / "data-bin")
-    speeds = [float(wps) for wps in re.findall(r"train_inner.*?wps=([\d.]+)", (out / layer / "train.log").read_text())]
-    bleu = json.loads((out / layer / "score.json").read_text())[0]
+    log = (out / layer / "train.log").read_text(encoding="utf-8")
+    speeds = [float(wps) for wps in re.findall(r"train_inner.*?wps=([\d.]+)", log)]
+    bleu = json.loads((out / layer / "score.json").read_text(encoding="utf-8"))[0]
     speed = f"{statistics.median(speeds):,.0f}" if speeds else "–"
     rank = log_prob_rank(log_probs)
     cells = [layer, f"{bleu['score']:.1f}", f"{Score(nll, 1).perplexity:.2f}", rank, f"{parameters:,}", speed]
@@ -69,7 +70,7 @@ def main() -> None:
         rows.append(cells)
     truth = out / "text" / "truth.json"
     if truth.exists():
-        true = json.loads(truth.read_text())
+        true = json.loads(truth.read_text(encoding="utf-8"))
         rows.append(["the truth", "100.0", f"{true['perplexity']:.2f}", true["rank"], "", ""])
 
     lines = ["| " + " | ".join(map(str, cells)) + " |" for cells in [COLUMNS, ["---"] * len(COLUMNS), *rows]]

@@ -25,10 +25,11 @@ from training_logs import write_folder
 import mixtape_plugin
 from mixtape_plugin import errors
 from mixtape_plugin.models import transformer
+from mixtape_plugin.output_layers import OUTPUT_LAYERS
 
 USER_DIR = os.path.dirname(mixtape_plugin.__file__)
 QUICK = Path(__file__).with_name("support") / "quick"
-LAYERS = ("softmax", "mos", "moc", "mixtape", "sigsoftmax", "gss", "plif")
+LAYERS = tuple(OUTPUT_LAYERS)
 # The files that take longest, a minute or more: processes that share the files (scripts/test.sh) begin with them.
 LONGEST = (
     "test_prepare_translation",

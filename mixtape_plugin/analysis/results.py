@@ -242,7 +242,7 @@ def read_rows(path: str | Path) -> list:
     rows = []
     for line in lines:
         row = {name: value_of(text) for name, text in line.items()}
-        row["seed"] = row["seed"] and str(row["seed"])
+        row["seed"] = None if row["seed"] is None else str(row["seed"])
         row.update({name: line[name] for name in ("folder", "training", "commit", "command")})  # of digits, perhaps
         points = (point.split(":") for point in (line[CURVE] or "").split() if ":" in point)
         try:

@@ -1,4 +1,6 @@
-"""Every repair of the installed fairseq, each with its reason; each does nothing where it is not needed.
+"""Every repair of the installed fairseq, each with its reason.
+
+What only some releases have broken is looked at first; the other repairs are for fairseq 0.12, the last one.
 
 :func:`mixtape_plugin.register` calls :func:`apply` first. Warnings printed before that cannot be silenced.
 """

@@ -56,6 +56,7 @@ class Elementwise(Protocol):
         The curve collects the gradient in f(z), from which the gradients of its own inputs follow.
 
         Args:
+            target_weight, epsilon: target_weight + epsilon · (number of tokens that are not masked) is 1.
             bias: [V], finite.
             target: [n]
             mask: [V], true where the probability is exactly 0, which the spread leaves out.

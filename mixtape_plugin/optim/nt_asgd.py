@@ -1,7 +1,6 @@
 """SGD that turns into averaged SGD (Merity et al. 2018, algorithm 1)."""
 
 import logging
-import math
 from dataclasses import dataclass, field
 from typing import List, Optional
 
@@ -123,8 +122,6 @@ class NTASGD(FairseqOptimizer):
     def end_epoch(self, valid_loss: float) -> None:
         """Takes an epoch's validation loss, in any unit, and starts averaging or ends the training if that is due."""
         n = self.cfg.nonmono
-        if math.isnan(valid_loss):  # which is neither above nor below anything
-            valid_loss = math.inf
         if len(self.history) > n and valid_loss > min(self.history[:-n]):
             reason = (
                 f"validation loss {valid_loss:.4f} is above the lowest of all but the last {n} epochs "

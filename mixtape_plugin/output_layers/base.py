@@ -347,6 +347,17 @@ class MixtureLayer(OutputLayer):
         return contexts.unflatten(-1, (self.num_components, self.embed_dim))
 
 
+class SharedPriorLayer(MixtureLayer):
+    """A mixture whose prior is the same for all tokens, π = softmax(W_π g) (MoS, section 2.4, without a bias)."""
+
+    def build_parameters(self) -> None:
+        super().build_parameters()
+        self.prior = nn.Linear(self.feature_dim, self.num_components, bias=False)
+
+    def priors(self, features: Tensor, tokens: Tensor | None = None) -> Tensor:
+        return torch.softmax(self.prior(features), dim=-1)
+
+
 def rows(tensor: Tensor, leading: torch.Size, index: Tensor | None = None) -> Tensor:
     """A tensor [..., *] as [N, *], its leading dimensions in one; with an index those rows alone."""
     tensor = tensor.reshape(leading.numel(), *tensor.shape[len(leading) :])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mixtape_plugin.kernels.common import Smoothing
 from mixtape_plugin.kernels.softmax import softmax_loss
-from mixtape_plugin.output_layers.base import MixtureLayer, rows
+from mixtape_plugin.output_layers.base import SharedPriorLayer, rows
 
 
-class MixtureOfContexts(MixtureLayer):
+class MixtureOfContexts(SharedPriorLayer):
     """p(x|c) = softmax_x((Σ_k π_k h_k)·w_x + b_x), π = softmax(W_π g), h_k = tanh(W_k g + b_k)
     (MoS, eq. 2).
 
@@ -19,13 +18,6 @@ class MixtureOfContexts(MixtureLayer):
     """
 
     label = "MoC"
-
-    def build_parameters(self) -> None:
-        super().build_parameters()
-        self.prior = nn.Linear(self.feature_dim, self.num_components, bias=False)
-
-    def priors(self, features: Tensor, tokens: Tensor) -> Tensor:
-        return torch.softmax(self.prior(features), dim=-1)
 
     @property
     def scores_per_token(self) -> int:
@@ -37,8 +29,7 @@ class MixtureOfContexts(MixtureLayer):
 
     def mixed_context(self, features: Tensor) -> Tensor:
         """Σ_k π_k h_k, [..., E]."""
-        prior = torch.softmax(self.prior(features), dim=-1)
-        return (prior.unsqueeze(-1) * self.context_vectors(features)).sum(-2)
+        return (self.priors(features).unsqueeze(-1) * self.context_vectors(features)).sum(-2)
 
     def forward(self, features: Tensor) -> Tensor:
         return F.linear(self.mixed_context(features), self.weight, self.logit_bias)

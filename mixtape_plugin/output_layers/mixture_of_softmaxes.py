@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mixtape_plugin.kernels.common import Smoothing
 from mixtape_plugin.kernels.mixture_of_softmaxes import mixture_of_softmaxes_log_probs, mixture_of_softmaxes_loss
 from mixtape_plugin.kernels.precision import at_least_float32
-from mixtape_plugin.output_layers.base import MixtureLayer, rows
+from mixtape_plugin.output_layers.base import SharedPriorLayer, rows
 
 
-class MixtureOfSoftmaxes(MixtureLayer):
+class MixtureOfSoftmaxes(SharedPriorLayer):
     """p(x|c) = Σ_k π_k softmax_x(h_k·w_x + b_x), π = softmax(W_π g), h_k = tanh(W_k g + b_k)
     (MoS, section 2.4).
 
@@ -24,13 +24,6 @@ class MixtureOfSoftmaxes(MixtureLayer):
     """
 
     label = "MoS"
-
-    def build_parameters(self) -> None:
-        super().build_parameters()
-        self.prior = nn.Linear(self.feature_dim, self.num_components, bias=False)
-
-    def priors(self, features: Tensor, tokens: Tensor) -> Tensor:
-        return torch.softmax(self.prior(features), dim=-1)
 
     @property
     def scores_per_token(self) -> int:

@@ -60,7 +60,7 @@ def test_train_and_evaluate_on_text8(text8, tmp_path):
     assert "bpc" in log
     output("text8", "evaluate.sh", tmp_path, "--data", data, "--cpu")
     check_score(tmp_path / "valid.txt", "character", 1000)
-    # hardly trained: not far from knowing nothing, and no mass is on </s> and <unk>
+    # hardly trained: not far from knowing nothing
     assert check_score(tmp_path / "test.txt", "character", 600) == pytest.approx(math.log2(27), abs=0.3)
 
 

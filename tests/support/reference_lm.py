@@ -69,7 +69,7 @@ def awd_lstm(embedding, layers, tokens, states=None, row_mask=None, input_masks=
 
 
 def activation_regularization(features, alpha):
-    """AR: alpha times the mean square of the last layer's output after dropout, [B, T, H] (Merity et al. sec. 4.3)."""
+    """AR: alpha times the mean square of the last layer's output after dropout, [B, T, H] (Merity et al. sec. 4.6)."""
     return alpha * sum(value * value for value in features.double().flatten().unbind()) / features.numel()
 
 

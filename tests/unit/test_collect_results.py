@@ -256,7 +256,7 @@ def test_a_csv_file_stands_for_its_trainings(folder, capsys, tmp_path):
     """The same table, groups and curves as from the folders themselves."""
     trainings = [
         folder("one", train_log=start() + epoch(1, 274, 200.5) + epoch(2, 548, 63.25), score_json=json.dumps(SCORES)),
-        folder("two", train_log=start(seed=8) + epoch(1, 274, 190.25) + DONE, test__perplexity_txt="ppl 6.22\n"),
+        folder("two", train_log=start(seed=0) + epoch(1, 274, 190.25) + DONE, test__perplexity_txt="ppl 6.22\n"),
         folder("old", train_log=start().replace("train.sh: commit", "x")),
     ]
     (trainings[0] / "rank.json").write_text(json.dumps({"columns": {"rank": 402, "KLD": 4.5}}))
@@ -266,6 +266,7 @@ def test_a_csv_file_stands_for_its_trainings(folder, capsys, tmp_path):
     collect_results.main([str(file), "--groups", "--csv", str(tmp_path / "again.csv")])
     assert capsys.readouterr().out == printed
     assert (tmp_path / "again.csv").read_text() == file.read_text()
+    assert [row["seed"] for row in read_rows(file)] == [collect(training)[0]["seed"] for training in trainings]
     assert read_rows(file)[0]["curve"] == {274: 200.5, 548: 63.25} and read_rows(file)[2]["curve"] == {}
     (tmp_path / "edited.csv").write_text(file.read_text().replace("274:200.5", "a:b"))
     with pytest.raises(UserError, match="'validation by updates' of .*one is no list of UPDATES:PERPLEXITY"):

@@ -399,13 +399,6 @@ def test_another_optimizers_state_is_refused():
         build_optimizer(build_model().parameters()).load_state_dict({"state": {}, "param_groups": []})
 
 
-def test_a_loss_that_is_no_number_is_worse_than_any():
-    optimizer = build_optimizer(build_model().parameters(), nonmono=2)
-    for loss in 3.0, 2.0, 1.0, math.nan:
-        optimizer.end_epoch(loss)
-    assert optimizer.phase == "asgd" and optimizer.history[-1] == math.inf
-
-
 @pytest.mark.parametrize("lr", [-0.1, math.inf, math.nan])
 def test_learning_rate_is_checked(lr):
     with pytest.raises(UserError, match=f"--lr .*{lr}.* is not allowed: 0 or more"):
