@@ -90,7 +90,7 @@ PAPER_TIMES = {
 # of the papers' training runs; a shape without an entry has the gate noise alone
 LOCKED = {"context_dropout": 0.29, "locked_context_dropout": True}  # of the MoS paper's code, for every mixture
 PAPER_NOISE = {
-    "ptb": LOCKED,
+    "ptb": {**LOCKED, "gate_dropout": 0.2},
     "en-de": {"gate_dropout": 0.2},
     "en-de-512": {"gate_dropout": 0.2},
     "en-fr": {"gate_dropout": 0.15},
