@@ -80,7 +80,7 @@ class SoftmaxLoss(FusedLoss):
         self.add_rows("bias", scores)
 
     def differentiate(self, scores: Tensor, target: Tensor) -> None:
-        """scores [n, V] become the gradient of the loss, but for what :meth:`finish` adds; adds up nll and spread."""
+        """scores [n, V] become the gradient of the loss, but for label smoothing's; adds up nll and spread."""
         nll, log_sum_exp = self.ops.softmax_minus_label_(
             scores, self.bias, target, self.smoothing.target_weight, self.scale
         )
@@ -124,7 +124,7 @@ class CurveSoftmaxLoss(SoftmaxLoss):
         self.spread += spread.sum()
 
     def begin_smoothing(self) -> None:
-        pass
+        """Nothing: it is a part of :meth:`differentiate`."""
 
     def finish(self) -> None:
         for name in self.curve.inputs:

@@ -102,7 +102,7 @@ def test_a_language_model_beside_it(trained, data, corpus, tmp_path):
     shutil.copy(data / "dict.y.txt", with_dictionary / "dict.txt")
     prefixes = [f"--{split}pref={corpus}/{split}.y" for split in ("train", "valid", "test")]
     run("preprocess", "--only-source", "--srcdict", data / "dict.y.txt", "--destdir", tmp_path / "text", *prefixes)
-    more = "--output-layer mixtape --frequent-ratio 0.5 --max-update 20".split()
+    more = ["--output-layer", "mixtape", "--max-update", 20]
     run("train", *lm_args(tmp_path / "text", tmp_path / "lm", *NO_DROPOUT, *more))
     beside = ["--lm-path", tmp_path / "lm" / "checkpoint_last.pt", "--lm-weight"]
     args = generate_args(with_dictionary, trained("softmax").checkpoint, *beside)
