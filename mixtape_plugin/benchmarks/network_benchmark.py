@@ -201,7 +201,7 @@ def peak_memory(variant: Variant, shape: TextShape, setting: Setting, sizes: str
     return high_water_mark(setting.device) - before
 
 
-def estimate_memory(variant: Variant, shape: TextShape, sizes: str = "same") -> int:
+def estimate_memory(variant: Variant, shape: TextShape, sizes: str = "same", device: str = "cpu") -> int:
     """Bytes that a training needs at most: weights, gradients and the update twice over (Adam: its two moments, and
     the largest weight twice), 16 numbers for each unit and token, 8 for each score that an eager output layer holds at
     once, 100 MB for the program."""
@@ -220,7 +220,7 @@ def estimate_memory(variant: Variant, shape: TextShape, sizes: str = "same") -> 
         scores = 4 * 8 * min(tokens * layer.scores_per_token, base.MAX_SCORES)
     else:
         k = layer.config.num_components if layer.has_components else 1
-        scores = fused_memory(layer, tokens, shape.label_smoothing > 0)
+        scores = fused_memory(layer, tokens, shape.label_smoothing > 0, device)
         scores += 4 * 8 * tokens * (k * (layer.embed_dim + layer.config.gate_dim) + layer.feature_dim)
     held = 4 * sum(parameters) + (2 * max(parameters) if shape.translates else 0)
     return 4 * (held + 16 * tokens * units) + scores + 10**8
@@ -265,7 +265,8 @@ def benchmark_networks(
             row["skipped"] = None if batch_size else f"not one column or sentence fits in {budget.bytes / 1e9:.3g} GB"
         else:
             limit = available_memory(setting.device) if memory_limit is None else memory_limit
-            found, row["skipped"] = peak_or_skip(peak, shape.batch_size, estimate_memory(variant, shape, sizes), limit)
+            estimate = estimate_memory(variant, shape, sizes, setting.device)
+            found, row["skipped"] = peak_or_skip(peak, shape.batch_size, estimate, limit)
         if not row["skipped"]:
             row["peak_memory_mb"] = found / 1e6
             sized = shape._replace(batch_size=row["batch_size"])

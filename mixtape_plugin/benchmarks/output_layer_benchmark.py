@@ -132,7 +132,7 @@ def estimate_memory(variant: Variant, shape: Shape, setting: Setting) -> int:
     if variant.impl == "eager" or variant.impl in PEERS:
         values = 5 * (layer.scores_per_token + shape.vocab_size)
     else:
-        fixed += fused_memory(layer, shape.tokens, setting.label_smoothing > 0, wide)
+        fixed += fused_memory(layer, shape.tokens, setting.label_smoothing > 0, setting.device, wide)
         k = num_components(variant.layer, shape)
         values = 8 * (k * (shape.embed_dim + GATE_DIM) + layer.feature_dim)
     return fixed + wide * shape.tokens * values

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 from typing import ContextManager, NamedTuple, Sequence
 
 import torch
@@ -132,7 +133,9 @@ def cut_loss(features: Tensor, weight: Tensor, bias: Tensor, target: Tensor, lab
 
     if label_smoothing:
         raise NotImplementedError("it has no label smoothing")
-    return linear_cross_entropy(features, weight, target, bias=bias, reduction="sum")
+    # of release 25.1.1 it has no bias, and goes without
+    options = {"bias": bias} if "bias" in inspect.signature(linear_cross_entropy).parameters else {}
+    return linear_cross_entropy(features, weight, target, reduction="sum", **options)
 
 
 # Losses of softmax by others: features [N, E], weight [V, E], bias [V], target [N], ε as torch counts it
@@ -235,12 +238,12 @@ def multiply_adds(layer: str, shape: Shape) -> int:
     return sized_layer(layer, shape).multiply_adds
 
 
-def fused_memory(layer: OutputLayer, tokens: int, smooth: bool, size: int = 4) -> int:
+def fused_memory(layer: OutputLayer, tokens: int, smooth: bool, device: str, size: int = 4) -> int:
     """Bytes of a layer's fused loss at most: a chunk of scores twice, and the gradients of parameters before they are
     scaled. Where a token has several rows of scores (MoS) and labels are smoothed, it holds a little more than four
     times a chunk, which took up to seven times of glibc's heap."""
     scores, k = layer.scores_per_token, layer.score_rows
-    chunk = longest(chunks(tokens, scores * size, k)) * scores * size
+    chunk = longest(chunks(tokens, scores * size, device, k)) * scores * size
     return (8 if k > 1 and smooth else 2) * chunk + size * sum(p.numel() for p in layer.parameters())
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from mixtape_plugin.kernels.dispatch import elementwise
 from mixtape_plugin.kernels.precision import at_least_float32, gradient_scale
 
-# Scores of a chunk. On a CPU, glibc keeps blocks of up to 32 MiB for the next step; larger ones are given back to the
-# system, and clearing their pages anew takes longer than using them.
-CHUNK_BYTES = 2**25
+# Scores of a chunk, by device. On a CPU, glibc keeps blocks of up to 32 MiB for the next step; larger ones are given
+# back to the system, and clearing their pages anew takes longer than using them. On a GPU a chunk costs some dozens of
+# launches, which take longer than what they start unless that is large.
+CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
 # A matrix product of fewer rows no longer runs at full speed, whatever memory it saves.
 MIN_ROWS = 256
 
@@ -40,9 +41,14 @@ class Smoothing(NamedTuple):
         return self.target_weight * nll + self.epsilon * spread
 
 
-def chunks(num_tokens: int, bytes_per_token: int, rows_per_token: int = 1) -> list:
-    """Slices of equal size, but for the last, whose scores fit into :data:`CHUNK_BYTES`, or have :data:`MIN_ROWS`."""
-    size = max(CHUNK_BYTES // bytes_per_token, -(-MIN_ROWS // rows_per_token), 1)
+def chunks(num_tokens: int, bytes_per_token: int, device: str, rows_per_token: int = 1) -> list:
+    """Slices of equal size, but for the last, whose scores fit into :data:`CHUNK_BYTES`, or have :data:`MIN_ROWS`.
+
+    Args:
+        device: its type.
+    """
+    budget = CHUNK_BYTES.get(device, CHUNK_BYTES["cpu"])
+    size = max(budget // bytes_per_token, -(-MIN_ROWS // rows_per_token), 1)
     number = max(-(-num_tokens // size), 1)
     size = max(-(-num_tokens // number), 1)
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
@@ -56,7 +62,7 @@ def longest(slices: list) -> int:
 @functools.lru_cache(maxsize=None)
 def has_float32_products() -> bool:
     """Whether torch multiplies half-precision matrices on a GPU into a float32 one."""
-    return "dtype" in torch.ops.aten.mm.overloads()
+    return "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def rounds_products(matrix: Tensor) -> bool:
@@ -82,7 +88,7 @@ def add_product_(
     elif rounds_products(left):
         total.add_(torch.mm(left, right), alpha=alpha)
     elif left.is_cuda and has_float32_products():
-        total.add_(torch.mm(left, right, out_dtype=total.dtype), alpha=alpha)
+        torch.addmm(total, left, right, total.dtype, alpha=alpha, out=total)
     else:  # sums over a chunk can be beyond float16's range
         total.addmm_(left.to(total.dtype), right.to(total.dtype), alpha=alpha)
 
@@ -174,6 +180,7 @@ class _GradientInForward(torch.autograd.Function):
     def forward(ctx, fused, names, *tensors):
         fused.run(dict(zip(names, tensors)), ctx.needs_input_grad[2:])
         ctx.save_for_backward(*fused.grad.values())
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
         if fused.smoothing.epsilon > 0:
             ctx.mark_non_differentiable(fused.nll)
             return fused.loss, fused.nll
@@ -184,9 +191,19 @@ class _GradientInForward(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph: what comes before the loss could be derived again, the loss not
             raise RuntimeError("a fused loss has no second derivative: use --output-impl eager")
         scale = grad_loss + grad_nll  # of nll there is one only where it is the loss, and zero otherwise
-        # A second [V, E] takes longer than all else here. Where backward may run again, what is saved has to stay.
-        multiply = torch.mul if keeps_graph() else torch.Tensor.mul_
-        return (None, None, *(None if total is None else multiply(total, scale) for total in ctx.saved_tensors))
+        in_place = not keeps_graph()  # where backward may run again, what is saved has to stay
+        gradients = (
+            None if total is None else scaled(total, scale, dtype, in_place)
+            for total, dtype in zip(ctx.saved_tensors, ctx.dtypes)
+        )
+        return None, None, *gradients
+
+
+def scaled(total: Tensor, scale: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
+    """total · scale, of the type, in one pass: a second [V, E] takes longer than all else in backward."""
+    if total.dtype == dtype:
+        return total.mul_(scale) if in_place else total * scale
+    return torch.mul(total, scale, out=torch.empty_like(total, dtype=dtype))
 
 
 def keeps_graph() -> bool:

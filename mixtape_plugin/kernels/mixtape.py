@@ -18,12 +18,12 @@ from mixtape_plugin.kernels.precision import compute_dtype, score_bytes
 
 
 class Parts(NamedTuple):
-    """What the scores of one chunk were made of, component by component, so that the scores of each are one block."""
+    """What the scores of one chunk were made of."""
 
-    contexts: Tensor  # [K·n, E]
-    gate_contexts: Tensor  # [(K−1)·n, d]
-    leaves: Tensor  # [K, n, S], and
-    gates: Tensor  # [K−1, n, S]: what mix_ leaves behind
+    contexts: Tensor  # [n·K, E]
+    gate_contexts: Tensor  # [n·(K−1), d]
+    leaves: Tensor  # [n·K, S], and
+    gates: Tensor  # [n·(K−1), S]: what mix_ leaves behind
     rare_context: Tensor  # Σ_k π_k h_k of the rare tokens, [n, E]
 
 
@@ -50,7 +50,7 @@ class ScoreWriter:
         self.frequent, self.rare = weight.to(dtype).split([num_frequent, len(weight) - num_frequent])
         self.gate_matrix = gate_weight.to(dtype)
         values = len(weight) + (num_components + num_gates) * num_frequent
-        self.slices = chunks(num_tokens, values * score_bytes(dtype))
+        self.slices = chunks(num_tokens, values * score_bytes(dtype), weight.device.type)
         size, place = longest(self.slices), {"dtype": dtype, "device": weight.device}
         self.leaves = self.ops.empty_rows(num_components * size, num_frequent, **place)
         self.gates = self.ops.empty_rows(num_gates * size, num_frequent, **place)
@@ -59,14 +59,17 @@ class ScoreWriter:
         """Scores of n tokens but for the bias, into ``scores`` [n, V]; returns their :class:`Parts`."""
         n, num_frequent = len(scores), len(self.frequent)
         rare_context = (prior.unsqueeze(2) * contexts).sum(1)
-        contexts = contexts.transpose(0, 1).flatten(0, 1)
-        gate_contexts = gate_contexts.transpose(0, 1).flatten(0, 1)
-        leaves = torch.mm(contexts, self.frequent.t(), out=self.leaves[: len(contexts)]).view(-1, n, num_frequent)
+        contexts, gate_contexts = contexts.flatten(0, 1), gate_contexts.flatten(0, 1)
+        leaves = torch.mm(contexts, self.frequent.t(), out=self.leaves[: len(contexts)])
         gates = torch.mm(gate_contexts, self.gate_matrix.t(), out=self.gates[: len(gate_contexts)])
-        gates = gates.view(-1, n, num_frequent)
-        self.ops.mix_(leaves, gates, self.noise, scores[:, :num_frequent])
+        self.ops.mix_(by_component(leaves, n), by_component(gates, n), self.noise, scores[:, :num_frequent])
         torch.mm(rare_context, self.rare.t(), out=scores[:, num_frequent:])
         return Parts(contexts, gate_contexts, leaves, gates, rare_context)
+
+
+def by_component(matrix: Tensor, n: int) -> Tensor:
+    """[n·k, S] as [k, n, S]."""
+    return matrix.unflatten(0, (n, -1)).transpose(0, 1)
 
 
 @torch.no_grad()
@@ -167,13 +170,13 @@ class MixtapeLoss(FusedLoss):
 
     def add_frequent(self, rows: slice, scores: Tensor, parts: Parts) -> None:
         """What follows from the gradients of the frequent tokens' scores, [n, S]."""
-        self.ops.mix_backward_(parts.leaves, parts.gates, scores)
-        leaves, gates = parts.leaves.flatten(0, 1), parts.gates.flatten(0, 1)
+        leaves, gates = parts.leaves, parts.gates
+        self.ops.mix_backward_(by_component(leaves, len(scores)), by_component(gates, len(scores)), scores)
         self.add_product("weight", leaves.t(), parts.contexts, slice(self.num_frequent))
         self.add_product("gate_weight", gates.t(), parts.gate_contexts)
-        self.add_by_component("contexts", rows, leaves, self.write.frequent)
-        self.add_by_component("gate_contexts", rows, gates, self.write.gate_matrix)
-        self.sum_shared(rows, parts.gates)
+        self.add_product("contexts", leaves, self.write.frequent, rows)
+        self.add_product("gate_contexts", gates, self.write.gate_matrix, rows)
+        self.sum_shared(rows, gates.unflatten(0, (len(scores), -1)))
 
     def add_rare(self, rows: slice, scores: Tensor, context: Tensor) -> None:
         """What follows from the gradients of the rare tokens' scores, [n, V−S], and their context Σ_k π_k h_k."""
@@ -187,18 +190,11 @@ class MixtapeLoss(FusedLoss):
             self.grad["prior"][rows] = (self.contexts[rows].to(self.wide) * grad).sum(2)
 
     def sum_shared(self, rows: slice, gates: Tensor) -> None:
-        """The gradient of the shared logits u_k·g is the sum of those of the S gate logits, ``gates`` [K−1, n, S].
+        """The gradient of the shared logits u_k·g is the sum of those of the S gate logits, ``gates`` [n, K−1, S].
 
         The product above has it, too, but as a chain of S additions in a row, whose rounding errors add up; ``sum``
         goes in pairs.
         """
         total = self.grad["gate_contexts"]
         if total is not None:
-            total[rows, :, -1 - len(gates)] = gates.sum(2, dtype=self.wide).t() / self.scale
-
-    def add_by_component(self, name: str, rows: slice, left: Tensor, right: Tensor) -> None:
-        """The gradient in some rows [n, k, e] of an input gets left [k·n, s] @ right [s, e]."""
-        total = self.grad[name]
-        if total is not None:
-            n, k, e = total[rows].shape
-            total[rows].add_((left @ right).view(k, n, e).transpose(0, 1), alpha=1 / self.scale)
+            total[rows, :, -1 - gates.size(1)] = gates.sum(2, dtype=self.wide) / self.scale

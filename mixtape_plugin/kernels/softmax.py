@@ -57,7 +57,7 @@ class SoftmaxLoss(FusedLoss):
 
     def begin(self, contexts: Tensor, weight: Tensor, bias: Tensor) -> list:
         self.contexts, self.matrix, self.bias = contexts, weight.to(self.dtype), bias.to(self.wide)
-        slices = chunks(len(self.target), len(weight) * score_bytes(self.dtype))
+        slices = chunks(len(self.target), len(weight) * score_bytes(self.dtype), weight.device.type)
         self.buffer = self.ops.empty_rows(longest(slices), len(weight), self.dtype, weight.device)
         if self.smoothing.epsilon > 0:
             self.begin_smoothing()
