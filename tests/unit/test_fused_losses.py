@@ -294,6 +294,48 @@ def test_backward_again_and_two_losses_over_the_same_weights(case):
             assert_same({"features": features.grad}, {"features": times * expected["features"]})
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["once", "kept"])
+@pytest.mark.parametrize("name", ["softmax", "mixtape"])
+def test_low_precision_gradients_are_rounded_once(name, again):
+    """What a backward pass multiplies by is multiplied in float32: a gradient of bfloat16 has one rounding."""
+    layer = build(name).bfloat16()
+    features, target = random_batch(layer, 4, 3)
+    sums, run = {}, common.FusedLoss.run
+
+    def spy(fused, inputs, needed):
+        run(fused, inputs, needed)
+        sums.update((name, total.clone()) for name, total in fused.grad.items())
+
+    with mock.patch.object(common.FusedLoss, "run", spy):
+        loss, _ = layer.loss(features.requires_grad_(), target)
+    weight, bias = torch.autograd.grad(loss / 3, [layer.weight, layer.bias], retain_graph=again)
+    for found, total in (weight, sums["weight"]), (bias, sums["bias"]):
+        assert total.dtype == torch.float32
+        exact = total.double() * torch.tensor(1 / 3).double()
+        assert torch.equal(found, exact.float().bfloat16())
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_products_add_up_in_float32(dtype, device):
+    """Of factors as they come: transposed, strided, into a part of a tensor."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(400, 56, generator=generator).to(device, dtype) for _ in range(2))
+    wide = torch.promote_types(dtype, torch.float32)
+    for factors in (left[:, :40].t(), right), (left.t(), right[:, 8:48]), (left[:48], right.t()[:, :48]):
+        start = torch.randn(2, len(factors[0]), factors[1].size(1), generator=generator).to(device, wide)
+        total = start.clone()
+        common.add_product_(total[1], *factors, alpha=0.5)
+        exact = start[1].double() + 0.5 * (factors[0].double() @ factors[1].double())
+        # on a CPU bfloat16's products are rounded before they are added
+        tolerance = {torch.float64: 1e-14}.get(dtype, 3e-3 if device == "cpu" and dtype == torch.bfloat16 else 2e-6)
+        assert (total[1].double() - exact).norm() <= tolerance * exact.norm()
+        assert torch.equal(total[0], start[0])
+
+
 @each_case
 def test_frozen_tensors(case):
     """Each parameter, the features, and all of them: the loss stays right and what is left gets its gradient."""
@@ -417,6 +459,17 @@ class Memory(TorchDispatchMode):
     def _free(self, key, size):
         self.known.discard(key)
         self.live -= size
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
+def test_chunks_hold_as_many_tokens_as_their_bytes_allow(device):
+    allowed = {"cpu": 2**25, "mps": 2**25, "cuda": 2**29}[device]
+    for tokens, size in (10**6, 40_000), (70, 40_000), (10**4, 10**6), (0, 40_000):
+        slices = common.chunks(tokens, size, device)
+        assert [row for rows in slices for row in range(rows.start, rows.stop)] == list(range(tokens))
+        longest = max((rows.stop - rows.start for rows in slices), default=0)
+        assert longest == common.longest(slices) <= max(allowed // size, 256)
+        assert len(slices) == -(-tokens // max(allowed // size, 256)) or tokens == 0
 
 
 @each_case
