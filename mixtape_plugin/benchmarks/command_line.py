@@ -67,7 +67,7 @@ def check_common_options(args: argparse.Namespace, **least) -> None:
     for option, path in (("--out", args.out), ("--plot", args.plot)):
         if path and not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
             raise UserError(f"{option} {path} cannot be written: its folder is missing or read-only")
-    if args.plot and Path(args.plot).suffix not in PICTURES:
+    if args.plot and Path(args.plot).suffix.lower() not in PICTURES:
         raise UserError(f"--plot {args.plot} is not allowed: a name that ends in .png, .pdf or .svg")
 
 

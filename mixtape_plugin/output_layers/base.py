@@ -47,14 +47,14 @@ def cross_entropy(
         vocabulary_mask: [V], true where a token cannot be predicted: no mass is spread there and V counts the others.
             A target there costs infinitely much.
     """
-    keep = target.ne(ignore_index)
-    log_probs, target = log_probs[keep], target[keep]
-    nll = -log_probs.gather(-1, target.unsqueeze(-1)).sum()
+    keep = target.ne(ignore_index)  # what has one value a target is chosen from: a choice of rows would copy them
+    log_prob = log_probs.gather(-1, target.masked_fill(~keep, 0).unsqueeze(-1)).squeeze(-1)
+    nll = -log_prob[keep].sum()
     if label_smoothing == 0:
         return nll, nll.clone()
     if vocabulary_mask is not None:
-        log_probs = log_probs[:, ~vocabulary_mask]
-    return Smoothing.over(log_probs.size(-1), label_smoothing).loss(nll, -log_probs.sum()), nll
+        log_probs = log_probs[..., ~vocabulary_mask]
+    return Smoothing.over(log_probs.size(-1), label_smoothing).loss(nll, -log_probs.sum(-1)[keep].sum()), nll
 
 
 class OutputLayer(nn.Module):

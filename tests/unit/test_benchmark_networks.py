@@ -316,7 +316,7 @@ def test_memory_of_a_translator_is_within_its_estimate(layer, impl):
 def test_run_from_the_command_line(tmp_path):
     layers = ["softmax", "mos-3", "mixtape"]
     text, scores = "20000:8:16,12", 20000 * 128 * 4 / 1e6  # 10 MB, far above all else
-    out, plot = tmp_path / "run.csv", tmp_path / "run.png"
+    out, plot = tmp_path / "run.csv", tmp_path / "run.PNG"
     command = [sys.executable, str(SCRIPT), "--shapes", text, "--rounds", "2", "--threads", "1"]
     command += ["--batch-size", "4", "--segment-length", "32", "--layers", *layers[1:]]
     command += ["--memory-budget", "0.15", "--largest-batch", "2", "--out", str(out), "--plot", str(plot)]
