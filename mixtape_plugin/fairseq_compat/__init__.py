@@ -15,7 +15,7 @@ from mixtape_plugin.fairseq_compat.checkpoints import (
 )
 from mixtape_plugin.fairseq_compat.command_line import (
     ask_for_the_task_of_a_validation,
-    refuse_to_subtract_a_language_model_that_masks_tokens,
+    refuse_language_models_that_mask_what_a_search_needs,
 )
 from mixtape_plugin.fairseq_compat.data import (
     end_reading_before_the_interpreter,
@@ -62,7 +62,7 @@ def apply() -> None:
     refuse_blocks_that_would_be_skipped()
     train_bf16_without_xla()
     ask_for_the_task_of_a_validation()
-    refuse_to_subtract_a_language_model_that_masks_tokens()
+    refuse_language_models_that_mask_what_a_search_needs()
     name_the_update_that_diverged()
     keep_float32_weights_in_checkpoints()
     let_amp_use_its_optimizer()

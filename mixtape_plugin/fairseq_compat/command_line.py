@@ -27,17 +27,23 @@ def ask_for_the_task_of_a_validation() -> None:
     replace(options, "parse_args_and_arch", wrapper)
 
 
-def refuse_to_subtract_a_language_model_that_masks_tokens() -> None:
-    """Refuse --lm-weight below 0 where the language model gives some tokens no probability.
-
-    fairseq multiplies their log-probability, minus infinity, and would take such a token always.
+def refuse_language_models_that_mask_what_a_search_needs() -> None:
+    """Refuse --lm-path of a language model without </s>, with which a search finds no end, and
+    --lm-weight below 0 where it gives any tokens no probability: fairseq multiplies their log-probability, minus
+    infinity, and would take such a token always.
     """
 
     def wrapper(init):
         def init_or_refuse(self, *args, **kwargs):
             init(self, *args, **kwargs)
-            layer = find_output_layer(self.lm_model) if self.lm_model is not None and self.lm_weight < 0 else None
-            if layer is not None and layer.masked_tokens:
+            layer = find_output_layer(self.lm_model) if self.lm_model is not None else None
+            masked = layer.masked_tokens if layer is not None else ()
+            if self.eos in masked and self.lm_weight != 0:
+                raise UserError(
+                    "--lm-path is a language model of --remove-eos, which predicts no </s>, where a translation ends: "
+                    "train it without"
+                )
+            if masked and self.lm_weight < 0:
                 raise UserError(
                     f"--lm-weight {self.lm_weight} is not allowed: 0 or more, since the language model gives "
                     "some tokens, such as <s>, no probability"

@@ -112,6 +112,10 @@ def test_a_language_model_beside_it(trained, data, corpus, tmp_path):
     assert_token_scores(stdout, [models[0].eval()], task, 10, language_model.eval(), 0.5)
     with pytest.raises(UserError, match="--lm-weight -0.5 is not allowed: 0 or more, since the language model gives"):
         run("generate", *args, -0.5)
+    run("train", *lm_args(tmp_path / "text", tmp_path / "no_end", *NO_DROPOUT, *more, "--remove-eos"))
+    args[args.index(beside[1])] = tmp_path / "no_end" / "checkpoint_last.pt"
+    with pytest.raises(UserError, match="--lm-path is a language model of --remove-eos, which predicts no </s>"):
+        run("generate", *args, 0.5)
 
 
 @pytest.mark.parametrize("output_layer", ["moc", "mixtape"])

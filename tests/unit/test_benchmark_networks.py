@@ -322,7 +322,7 @@ def test_run_from_the_command_line(tmp_path):
     command += ["--memory-budget", "0.15", "--largest-batch", "2", "--out", str(out), "--plot", str(plot)]
     process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True)
     assert process.returncode == 0, process.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.csv", "run.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.PNG", "run.csv"]
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
 
     with open(out, newline="") as file:
