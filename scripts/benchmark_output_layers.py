@@ -6,9 +6,10 @@
     python scripts/benchmark_output_layers.py --sweep --threads 2 --rounds 3 --out sweep.csv --plot sweep.png
 
 Every layer runs eager and fused, and softmax also as others have it, where that is installed: torch 2.13's
-linear_cross_entropy and, on a GPU, Liger-Kernel and cut-cross-entropy. They take turns, a round after a warm-up, so
-that a busy machine is busy for all of them: the ratios of their medians hold better than the times. Softmax and
-the maps of its scores have no projection: their features are E wide, those of the mixtures D.
+linear_cross_entropy and, on a GPU, Liger-Kernel and cut-cross-entropy (25.1.1 has no bias, and goes without). They take
+turns, round by round after a warm-up, so that a busy machine is busy for all of them: the ratios of their medians hold
+better than the times. Softmax and the maps of its scores have no projection: their features are E wide, those of the
+mixtures D.
 
 Ratios are to the plain softmax, F.cross_entropy(F.linear(h, W, b), y), of the time of a token. FLOPs are those of the
 matrix products, "matmul" is their speed as a share of that of one large matrix product in the same rounds, and

@@ -201,7 +201,7 @@ def peak_memory(variant: Variant, shape: TextShape, setting: Setting, sizes: str
     return high_water_mark(setting.device) - before
 
 
-def estimate_memory(variant: Variant, shape: TextShape, sizes: str = "same", device: str = "cpu") -> int:
+def estimate_memory(variant: Variant, shape: TextShape, device: str, sizes: str = "same") -> int:
     """Bytes that a training needs at most: weights, gradients and the update twice over (Adam: its two moments, and
     the largest weight twice), 16 numbers for each unit and token, 8 for each score that an eager output layer holds at
     once, 100 MB for the program."""
@@ -265,7 +265,7 @@ def benchmark_networks(
             row["skipped"] = None if batch_size else f"not one column or sentence fits in {budget.bytes / 1e9:.3g} GB"
         else:
             limit = available_memory(setting.device) if memory_limit is None else memory_limit
-            estimate = estimate_memory(variant, shape, sizes, setting.device)
+            estimate = estimate_memory(variant, shape, setting.device, sizes)
             found, row["skipped"] = peak_or_skip(peak, shape.batch_size, estimate, limit)
         if not row["skipped"]:
             row["peak_memory_mb"] = found / 1e6

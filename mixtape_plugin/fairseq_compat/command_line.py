@@ -38,7 +38,7 @@ def refuse_language_models_that_mask_what_a_search_needs() -> None:
             init(self, *args, **kwargs)
             layer = find_output_layer(self.lm_model) if self.lm_model is not None else None
             masked = layer.masked_tokens if layer is not None else ()
-            if self.eos in masked and self.lm_weight != 0:
+            if self.eos in masked:  # with a weight of 0, too: 0 · −inf is no number
                 raise UserError(
                     "--lm-path is a language model of --remove-eos, which predicts no </s>, where a translation ends: "
                     "train it without"

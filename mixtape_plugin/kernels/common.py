@@ -11,12 +11,12 @@ from typing import NamedTuple, Sequence
 import torch
 from torch import Tensor
 
-from mixtape_plugin.kernels.dispatch import elementwise
+from mixtape_plugin.kernels.dispatch import elementwise, has_triton
 from mixtape_plugin.kernels.precision import at_least_float32, gradient_scale
 
-# Scores of a chunk, by device. On a CPU, glibc keeps blocks of up to 32 MiB for the next step; larger ones are given
-# back to the system, and clearing their pages anew takes longer than using them. On a GPU a chunk costs some dozens of
-# launches, which take longer than what they start unless that is large.
+# Scores of a chunk. On a CPU, glibc keeps blocks of up to 32 MiB for the next step; larger ones are given back to the
+# system, and clearing their pages anew takes longer than using them. On a GPU a chunk costs some dozens of launches,
+# which take longer than what they start unless that is large; without Triton some operations copy a chunk, or more.
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
 # A matrix product of fewer rows no longer runs at full speed, whatever memory it saves.
 MIN_ROWS = 256
@@ -47,7 +47,7 @@ def chunks(num_tokens: int, bytes_per_token: int, device: str, rows_per_token: i
     Args:
         device: its type.
     """
-    budget = CHUNK_BYTES.get(device, CHUNK_BYTES["cpu"])
+    budget = CHUNK_BYTES["cuda" if device == "cuda" and has_triton() else "cpu"]
     size = max(budget // bytes_per_token, -(-MIN_ROWS // rows_per_token), 1)
     number = max(-(-num_tokens // size), 1)
     size = max(-(-num_tokens // number), 1)

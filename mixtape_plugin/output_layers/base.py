@@ -47,14 +47,15 @@ def cross_entropy(
         vocabulary_mask: [V], true where a token cannot be predicted: no mass is spread there and V counts the others.
             A target there costs infinitely much.
     """
-    keep = target.ne(ignore_index)  # what has one value a target is chosen from: a choice of rows would copy them
-    log_prob = log_probs.gather(-1, target.masked_fill(~keep, 0).unsqueeze(-1)).squeeze(-1)
-    nll = -log_prob[keep].sum()
+    ignored = target.eq(ignore_index)  # left out last: rows of log_probs that are chosen are copied
+    log_prob = log_probs.gather(-1, target.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
+    nll = -log_prob.masked_fill(ignored, 0.0).sum()
     if label_smoothing == 0:
         return nll, nll.clone()
     if vocabulary_mask is not None:
-        log_probs = log_probs[..., ~vocabulary_mask]
-    return Smoothing.over(log_probs.size(-1), label_smoothing).loss(nll, -log_probs.sum(-1)[keep].sum()), nll
+        log_probs = log_probs[..., ~vocabulary_mask]  # a copy
+    spread = -log_probs.sum(-1).masked_fill(ignored, 0.0).sum()
+    return Smoothing.over(log_probs.size(-1), label_smoothing).loss(nll, spread), nll
 
 
 class OutputLayer(nn.Module):

@@ -286,7 +286,7 @@ def test_what_is_too_large_is_skipped_and_not_run(monkeypatch):
 
     monkeypatch.setattr(library, "in_fresh_process", run)
     shape = TINY._replace(vocab_size=20_000)  # so that scores weigh more than all else
-    limit = library.estimate_memory(Variant("mos-3"), shape) - 1
+    limit = library.estimate_memory(Variant("mos-3"), shape, "cpu") - 1
     done = []
     layers = [BASELINE, Variant("moc-2"), Variant("mos-3")]
     softmax, moc, mos = benchmark_networks(shape, layers, Setting(), 2, memory_limit=limit, tick=done.append)
@@ -309,7 +309,9 @@ def test_memory_of_a_translator_is_within_its_estimate(layer, impl):
     peak = library.in_fresh_process(library.peak_memory, variant, shape, Setting())
     weights = 4 * 20_000 * 64  # of the embedding, and as much again for its gradient and each of Adam's two moments
     scores = 256 * 20_000 * 4
-    assert 4 * weights + (2 * scores if impl == "eager" else 0) <= peak <= library.estimate_memory(variant, shape)
+    assert (
+        4 * weights + (2 * scores if impl == "eager" else 0) <= peak <= library.estimate_memory(variant, shape, "cpu")
+    )
 
 
 @pytest.mark.slow
@@ -341,7 +343,7 @@ def test_run_from_the_command_line(tmp_path):
         assert float(row["time_ratio"]) == pytest.approx(median / float(rows[0]["ms_median"]))
         # eager: log-probabilities and their gradient at least, K times over for MoS
         least = 2 * scores * (3 if row["layer"] == "mos-3" else 1) if row["impl"] != "fused" else 0
-        assert least <= float(row["peak_memory_mb"]) <= library.estimate_memory(variant, shape) / 1e6
+        assert least <= float(row["peak_memory_mb"]) <= library.estimate_memory(variant, shape, "cpu") / 1e6
         assert (row["batch_size"], row["memory_budget_gb"]) == ("4", "")
     for row in at_one_budget:
         assert row["memory_budget_gb"] == "0.15" and float(row["peak_memory_mb"]) <= 150

@@ -461,15 +461,19 @@ class Memory(TorchDispatchMode):
         self.live -= size
 
 
+@pytest.mark.parametrize("triton", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
-def test_chunks_hold_as_many_tokens_as_their_bytes_allow(device):
-    allowed = {"cpu": 2**25, "mps": 2**25, "cuda": 2**29}[device]
-    for tokens, size in (10**6, 40_000), (70, 40_000), (10**4, 10**6), (0, 40_000):
-        slices = common.chunks(tokens, size, device)
-        assert [row for rows in slices for row in range(rows.start, rows.stop)] == list(range(tokens))
-        longest = max((rows.stop - rows.start for rows in slices), default=0)
-        assert longest == common.longest(slices) <= max(allowed // size, 256)
-        assert len(slices) == -(-tokens // max(allowed // size, 256)) or tokens == 0
+def test_chunks_hold_as_many_tokens_as_their_bytes_allow(device, triton):
+    """32 MiB, with kernels for the GPU 512 MiB, but at least 256 rows of scores, some of which may be of one token."""
+    mib = 512 if device == "cuda" and triton else 32
+    for tokens, size, rows in (10**6, 40_000, 1), (70, 40_000, 1), (10**4, 10**6, 1), (10**4, 10**6, 15), (0, 9, 1):
+        with mock.patch.object(common, "has_triton", lambda: triton):
+            slices = common.chunks(tokens, size, device, rows)
+        assert [token for chunk in slices for token in range(chunk.start, chunk.stop)] == list(range(tokens))
+        longest = max((chunk.stop - chunk.start for chunk in slices), default=0)
+        most = max(mib * 1024**2 // size, -(-256 // rows))
+        assert longest == common.longest(slices) <= most
+        assert len(slices) == -(-tokens // most)
 
 
 @each_case
