@@ -61,7 +61,9 @@ def assert_no_worse_than_eager(case, dtype, autocast=None, factor=1, unlikely=()
     Their errors come from the same kinds of rounding in another order, so they are of one size but not equal. Over
     three seeds the root-mean-square error may be 1.5 times eager's plus 0.29 units in the last place of the products'
     type, which is what rounding an exact result costs. The largest, which is a matter of luck, may be twice eager's
-    plus two units of the largest number: that is for single entries gone wrong.
+    plus two units of the largest number: that is for single entries gone wrong. The gradients of Mixtape's w_x are sums
+    over n tokens and K contexts, in one chain where eager has K chains of n: its partial sums are √K times as large,
+    and so may be what their rounding adds up to.
     """
     options["ignore_index"] = 1
     exact, errors = {}, {"fused": {}, "eager": {}}
@@ -88,7 +90,9 @@ def assert_no_worse_than_eager(case, dtype, autocast=None, factor=1, unlikely=()
         unit = torch.finfo(torch.float32 if name in ("loss", "nll") else autocast or dtype).eps
         assert rms(fused) <= 1.5 * rms(eager) + 0.29 * unit * rms(size), f"{name}: {rms(fused)}, eager {rms(eager)}"
         largest = [x.abs().max().item() for x in (fused, eager, size)]
-        assert largest[0] <= 2 * largest[1] + 2 * unit * largest[2], f"{name}: {largest[0]}, eager {largest[1]}"
+        chain = layer.num_components**0.5 if name == "weight" and case.startswith("mixtape") else 1
+        most = 2 * chain * largest[1] + 2 * unit * largest[2]
+        assert largest[0] <= most, f"{name}: {largest[0]}, eager {largest[1]}"
 
 
 def rms(values):
