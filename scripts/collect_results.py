@@ -46,6 +46,8 @@ those with --overview after all others.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import re
 import shlex
@@ -187,10 +189,15 @@ def blocks_of(path: Path, text: str) -> dict[int, argparse.Namespace]:
         )
     asked = {}
     for block in blocks:
+        said = io.StringIO()
         try:
-            asked[block.start()] = parse(shlex.split(block[2]))
+            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+                asked[block.start()] = parse(shlex.split(block[2]))
         except ValueError as error:
             raise UserError(f"--page {path}: {block[2]!r} is no list of arguments: {error}") from None
+        except SystemExit:  # by argparse, whose last line says why
+            why = said.getvalue().strip().rpartition("\n")[2].partition("error: ")[2]
+            raise UserError(f"--page {path}: {block[2]!r} is not allowed: {why or '--help'}") from None
     return asked
 
 

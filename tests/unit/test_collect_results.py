@@ -378,6 +378,8 @@ def test_a_page_gets_its_tables(folder, tmp_path, monkeypatch):
         (b"{block}<!-- ende -->\nmine\n{block}<!-- end -->\n", "has 2 times '<!-- collect_results.py ' and 1 whole"),
         (b"<!-- collect_results.py one -->\nmine\n", "has 1 times '<!-- collect_results.py ' and 0 whole"),
         (b"<!-- collect_results.py 'one -->\n<!-- end -->\n", '"\'one" is no list of arguments: No closing quotation'),
+        (b"<!-- collect_results.py one --wear x -->\n<!-- end -->\n", "'one --wear x' is not allowed: unrecog"),
+        (b"<!-- collect_results.py one --help -->\n<!-- end -->\n", "'one --help' is not allowed: --help"),
         (b"caf\xe9\n{block}<!-- end -->\n", ", line 1 is not UTF-8 text"),
     ],
 )
