@@ -42,6 +42,7 @@ from mixtape_plugin.benchmarks.workloads import (
     sized_layer,
     variants,
 )
+from mixtape_plugin.kernels.precision import score_bytes
 
 TINY = 16  # tokens of the step that peak memory is measured against
 
@@ -126,13 +127,13 @@ def estimate_memory(variant: Variant, shape: Shape, setting: Setting) -> int:
     holds; fused 8·(K·(E + d2) + D), beside :func:`fused_memory`. Peers count as the eager softmax.
     """
     layer = sized_layer(variant.layer, shape)
-    size = torch.finfo(getattr(torch, setting.dtype)).bits // 8
-    wide = max(4, size)
+    dtype = getattr(torch, setting.dtype)
+    size, wide = torch.finfo(dtype).bits // 8, score_bytes(dtype)
     fixed = 2 * size * sum(parameter.numel() for parameter in layer.parameters())
     if variant.impl == "eager" or variant.impl in PEERS:
         values = 5 * (layer.scores_per_token + shape.vocab_size)
     else:
-        fixed += fused_memory(layer, shape.tokens, setting.label_smoothing > 0, setting.device, wide)
+        fixed += fused_memory(layer, shape.tokens, setting.label_smoothing > 0, setting.device, dtype)
         k = num_components(variant.layer, shape)
         values = 8 * (k * (shape.embed_dim + GATE_DIM) + layer.feature_dim)
     return fixed + wide * shape.tokens * values

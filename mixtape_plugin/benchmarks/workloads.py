@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.kernels.common import chunks, longest
+from mixtape_plugin.kernels.precision import score_bytes
 from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayer, OutputLayerConfig, build_output_layer
 
 GATE_DIM = 64  # d2, which the paper does not give
@@ -238,12 +239,12 @@ def multiply_adds(layer: str, shape: Shape) -> int:
     return sized_layer(layer, shape).multiply_adds
 
 
-def fused_memory(layer: OutputLayer, tokens: int, smooth: bool, device: str, size: int = 4) -> int:
+def fused_memory(layer: OutputLayer, tokens: int, smooth: bool, device: str, dtype: torch.dtype = torch.float32) -> int:
     """Bytes of a layer's fused loss at most: a chunk of scores twice, and the gradients of parameters before they are
     scaled. Where a token has several rows of scores (MoS) and labels are smoothed, it holds a little more than four
     times a chunk, which took up to seven times of glibc's heap."""
-    scores, k = layer.scores_per_token, layer.score_rows
-    chunk = longest(chunks(tokens, scores * size, device, k)) * scores * size
+    scores, k, size = layer.scores_per_token, layer.score_rows, score_bytes(dtype)
+    chunk = longest(chunks(tokens, scores, dtype, torch.device(device), k)) * scores * size
     return (8 if k > 1 and smooth else 2) * chunk + size * sum(p.numel() for p in layer.parameters())
 
 

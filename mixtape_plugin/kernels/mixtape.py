@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mixtape_plugin.kernels.common import FusedLoss, Smoothing, chunks, longest
 from mixtape_plugin.kernels.dispatch import elementwise
-from mixtape_plugin.kernels.precision import compute_dtype, score_bytes
+from mixtape_plugin.kernels.precision import compute_dtype
 
 
 class Parts(NamedTuple):
@@ -50,7 +50,7 @@ class ScoreWriter:
         self.frequent, self.rare = weight.to(dtype).split([num_frequent, len(weight) - num_frequent])
         self.gate_matrix = gate_weight.to(dtype)
         values = len(weight) + (num_components + num_gates) * num_frequent
-        self.slices = chunks(num_tokens, values * score_bytes(dtype), weight.device.type)
+        self.slices = chunks(num_tokens, values, dtype, weight.device)
         size, place = longest(self.slices), {"dtype": dtype, "device": weight.device}
         self.leaves = self.ops.empty_rows(num_components * size, num_frequent, **place)
         self.gates = self.ops.empty_rows(num_gates * size, num_frequent, **place)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mixtape_plugin.kernels.common import FusedLoss, Smoothing, chunks, longest
-from mixtape_plugin.kernels.precision import at_least_float32, compute_dtype, score_bytes
+from mixtape_plugin.kernels.precision import at_least_float32, compute_dtype
 
 
 @torch.no_grad()
@@ -23,8 +23,7 @@ def mixture_of_softmaxes_log_probs(contexts: Tensor, prior: Tensor, weight: Tens
         matrix, offset = weight.to(contexts.dtype), bias.to(wide)
         log_prior = F.log_softmax(prior, dim=1, dtype=wide)
         log_probs = torch.empty(len(contexts), len(weight), dtype=wide, device=contexts.device)
-        size = num_components * len(weight) * score_bytes(wide)
-        for rows in chunks(len(contexts), size, weight.device.type, num_components):
+        for rows in chunks(len(contexts), num_components * len(weight), wide, weight.device, num_components):
             scores = F.linear(contexts[rows], matrix).to(wide).add_(offset)  # [n, K, V]
             scores += (log_prior[rows] - torch.logsumexp(scores, 2)).unsqueeze(2)
             torch.logsumexp(scores, 1, out=log_probs[rows])
@@ -68,8 +67,8 @@ class MixtureOfSoftmaxesLoss(FusedLoss):
         self.contexts, self.matrix, self.bias = contexts, weight.to(self.dtype), bias.to(self.wide)
         self.log_prior = F.log_softmax(prior, dim=1, dtype=self.wide)
         self.num_components, size = contexts.size(1), len(weight)
-        token = self.num_components * size * score_bytes(self.dtype)
-        slices = chunks(len(self.target), token, weight.device.type, self.num_components)
+        k = self.num_components
+        slices = chunks(len(self.target), k * size, self.dtype, weight.device, k)
         self.buffer = self.ops.empty_rows(longest(slices) * self.num_components, size, self.dtype, weight.device)
         return slices
 

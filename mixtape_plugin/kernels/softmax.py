@@ -11,7 +11,7 @@ from torch import Tensor
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.kernels.common import FusedLoss, Smoothing, chunks, longest
 from mixtape_plugin.kernels.curves import Curve
-from mixtape_plugin.kernels.precision import at_least_float32, compute_dtype, score_bytes
+from mixtape_plugin.kernels.precision import at_least_float32, compute_dtype
 
 
 def softmax_loss(
@@ -57,7 +57,7 @@ class SoftmaxLoss(FusedLoss):
 
     def begin(self, contexts: Tensor, weight: Tensor, bias: Tensor) -> list:
         self.contexts, self.matrix, self.bias = contexts, weight.to(self.dtype), bias.to(self.wide)
-        slices = chunks(len(self.target), len(weight) * score_bytes(self.dtype), weight.device.type)
+        slices = chunks(len(self.target), len(weight), self.dtype, weight.device)
         self.buffer = self.ops.empty_rows(longest(slices), len(weight), self.dtype, weight.device)
         if self.smoothing.epsilon > 0:
             self.begin_smoothing()
