@@ -7,9 +7,9 @@ root=$(CDPATH= cd "$(dirname "$0")/../.." && pwd)
 source "$root/examples/lib/training.sh"
 
 # A row for each layer: its name, and its flags. Mixtape as in the Mixtape paper's translation models, but for the gate's size,
-# which is not given there. Mixtures have a learned scale of their contexts, without which MoC and Mixtape learn far more slowly;
-# softmax gains nothing from one in the end (docs/results_multi30k.md).
-mixture="--num-components 4 --context-scale 4"
+# which is not given there. Mixtures have a learned scale of their contexts, without which MoC and Mixtape learn far more slowly
+# (softmax gains nothing from one in the end), and a dropout of these, without which they end behind softmax (docs/results_multi30k.md).
+mixture="--num-components 4 --context-scale 4 --context-dropout 0.2"
 layers="
 softmax  --output-layer softmax
 mos      --output-layer mos $mixture
