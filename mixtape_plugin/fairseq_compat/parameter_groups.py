@@ -77,9 +77,11 @@ def _override(parameter: torch.Tensor, name: str) -> float:
 
 def _scale_again(group: dict, optimizer_overrides: dict) -> None:
     """After a load, which brings the saved groups along, and gives one weight decay to all where it is overridden: the
-    scales that the parameters ask for now. The next ``set_lr`` multiplies the learning rate."""
+    scales that the parameters ask for now."""
     for parameter in group["params"][:1]:  # all of a group ask for the same
+        saved = 1 if "lr" in optimizer_overrides else group.get("lr_scale", 1)
         group["lr_scale"] = _override(parameter, "lr_scale")
+        group["lr"] *= group["lr_scale"] / saved
         if "weight_decay" in optimizer_overrides:
             group["weight_decay"] *= _override(parameter, "weight_decay_scale")
     if group.get("lr_scale") == 1:
