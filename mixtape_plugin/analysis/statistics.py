@@ -215,9 +215,9 @@ def differences(found: Sequence[Group], baseline: Group, column: str) -> dict:
 
 
 def difference_text(column: str, middle: float, low: float | None, high: float | None) -> str:
-    """A difference of this column, and its interval where it has one."""
+    """A difference of this column, and its interval where it has one, whose end of -0.0 says that 0 is outside."""
     decimals, unit = (1, "%") if is_ratio(column) else (digits(column), "")
-    known = [round(value, decimals) + 0.0 for value in (middle, low, high) if value is not None]  # no -0.0
+    known = [round(middle, decimals) + 0.0, *(end for end in (low, high) if end is not None)]  # no -0.0 in the middle
     texts = [f"{value:+.{decimals}f}" for value in known]
     return texts[0] + unit + (f" [{texts[1]}, {texts[2]}]" if low is not None else "")
 

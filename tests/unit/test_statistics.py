@@ -15,6 +15,7 @@ from mixtape_plugin.analysis.statistics import (
     chance_of_seeds,
     compare,
     correlate,
+    difference_text,
     differences,
     find_baseline,
     groups,
@@ -44,6 +45,12 @@ def test_students_test_is_what_the_paper_prints(first, second, printed):
     student, welch = p_values(Sample(*first, 10), Sample(*second, 10))
     assert f"{student:.2e}" == f"{printed:.2e}"
     assert welch >= student
+
+
+def test_an_end_of_an_interval_says_on_which_side_of_0_it_is():
+    assert difference_text("valid ppl", -1.17, -2.33, -0.012) == "-1.2% [-2.3, -0.0]"
+    assert difference_text("valid ppl", -0.01, -2.33, 0.012) == "+0.0% [-2.3, +0.0]"
+    assert difference_text("BLEU 13a", 0.123, None, None) == "+0.12"
 
 
 def test_welchs_test_is_another():
