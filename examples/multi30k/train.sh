@@ -8,7 +8,8 @@ source "$root/examples/lib/training.sh"
 
 # A row for each layer: its name, and its flags. Mixtape as in the Mixtape paper's translation models, but for the gate's size,
 # which is not given there. Mixtures have a learned scale of their contexts, without which MoC and Mixtape learn far more slowly
-# (softmax gains nothing from one in the end), and a dropout of these, without which they are behind softmax after 60 epochs (docs/results_multi30k.md).
+# (softmax gains nothing from one in the end), and a dropout of these, without which they are behind softmax after 60 epochs
+# (docs/results_multi30k.md).
 mixture="--num-components 4 --context-scale 4 --context-dropout 0.2"
 layers="
 softmax  --output-layer softmax

@@ -81,7 +81,8 @@ def _scale_again(group: dict, optimizer_overrides: dict) -> None:
     for parameter in group["params"][:1]:  # all of a group ask for the same
         saved = 1 if "lr" in optimizer_overrides else group.get("lr_scale", 1)
         group["lr_scale"] = _override(parameter, "lr_scale")
-        group["lr"] *= group["lr_scale"] / saved
+        if group["lr_scale"] != saved:
+            group["lr"] *= group["lr_scale"] / saved
         if "weight_decay" in optimizer_overrides:
             group["weight_decay"] *= _override(parameter, "weight_decay_scale")
     if group.get("lr_scale") == 1:
