@@ -254,8 +254,9 @@ def test_slopes_have_a_learning_rate_of_their_own_by_hand():
         torch.testing.assert_close(model.slopes_raw.detach(), (raw[1] + raw[2]) / 2)
 
 
+@pytest.mark.parametrize("overrides, lr", [({"weight_decay": 0.3}, 0.1), ({"weight_decay": 0.3, "lr": 0.4}, 0.4)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_resume_takes_the_scales_of_its_own_options(name):
+def test_a_resume_takes_the_scales_of_its_own_options(name, overrides, lr):
     """A saved optimizer brings its groups along: what a parameter asks for now counts, not what it asked for then.
     At once, since not every schedule sets the rate anew."""
     saved = build_scaled(name, build_plif(context_scale=2.0))
@@ -263,13 +264,13 @@ def test_a_resume_takes_the_scales_of_its_own_options(name):
     layer.slopes_raw.optim_overrides = {"optimizer": {"lr_scale": 0.5}}
     resumed = build_scaled(name, layer)
     saved.set_lr(0.1)
-    resumed.load_state_dict(saved.state_dict(), {"weight_decay": 0.3})
+    resumed.load_state_dict(saved.state_dict(), overrides)
     loaded = {p: group["lr"] for group in resumed.param_groups for p in group["params"]}
     resumed.set_lr(0.2)
     rates = {p: group["lr"] for group in resumed.param_groups for p in group["params"]}
     decays = {p: group["weight_decay"] for group in resumed.param_groups for p in group["params"]}
     for parameter_name, parameter in layer.named_parameters():
-        assert loaded[parameter] == pytest.approx(0.05 if parameter_name == "slopes_raw" else 0.1)
+        assert loaded[parameter] == pytest.approx(0.5 * lr if parameter_name == "slopes_raw" else lr)
         assert rates[parameter] == (0.1 if parameter_name == "slopes_raw" else 0.2)
         assert decays[parameter] == (0 if parameter_name == "context_scale" else 0.3)
 

@@ -11,7 +11,8 @@ from fairseq import options
 from recipes import PRINT, ROOT, machine, mistake, output, run
 
 RECIPES = ("multi30k", "one_billion_word", "ptb", "switchboard", "text8", "wikitext2", "wmt14_en_de", "wmt14_en_fr")
-# What was run for the numbers that are published here; on a machine of 8 GPUs, REPOSITORY standing for its folder.
+# The recipes as they are (what a published number was run with is in its row of runs.csv); on a machine of 8 GPUs,
+# REPOSITORY standing for its folder.
 COMMANDS = (Path(__file__).parent / "recipe_commands.txt").read_text()
 
 
