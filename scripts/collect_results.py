@@ -22,7 +22,7 @@ likely a difference as large is where there is none: p of Student's and of Welch
 --overview FILE puts several tables of --groups-csv into one, a line each: how far layers are in the test perplexity (or
 the score that --columns names) from a baseline. Of the CSV file's columns trainings is a line's name, groups such a
 table, from the present folder, and each further one, the baseline first, a layer with its group's name there; an empty
-cell was not run, and – stays as it is. --differences draws it.
+cell was not run, and – stays as it is. --where and --without choose lines by their names. --differences draws it.
 --draw X Y PNG draws a line for each layer: means over trainings with the same X, and their standard deviations.
 A column may be a flag of the trainings' commands, too: embed-dim is what they give --embed-dim, "–" where they do not.
 
@@ -103,10 +103,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("folders", nargs="*", metavar="DIR", help="folders that train.sh wrote, or CSV files of --csv")
     parser.add_argument("--columns", metavar="A,B,…", help="only these columns, in this order")
     parser.add_argument(
-        "--where", action="append", default=[], metavar="TEXT", help="only trainings whose command has this, or these"
+        "--where",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only trainings whose command has this, or these; of --overview only lines whose name does",
     )
     parser.add_argument(
-        "--without", action="append", default=[], metavar="TEXT", help="only trainings whose command has none of these"
+        "--without", action="append", default=[], metavar="TEXT", help="only those whose command, or name, has none"
     )
     parser.add_argument("--ended", action="store_true", help="only trainings that came to their end")
     parser.add_argument(
@@ -204,7 +208,7 @@ def blocks_of(path: Path, text: str) -> dict[int, argparse.Namespace]:
 def check(args: argparse.Namespace) -> None:
     """Raises UserError for the first option that is not allowed."""
     if args.overview:
-        stands_alone(args, "overview", "columns", "markdown", "differences")
+        stands_alone(args, "overview", "columns", "where", "without", "markdown", "differences")
     pictures = {
         "--plot": args.plot,
         "--draw": args.draw and Path(args.draw[2]),
@@ -340,8 +344,13 @@ def report_overview(args: argparse.Namespace) -> str:
     """The table of --overview."""
     score = (args.columns or "test ppl").strip()
     found = read_overview(args.overview, score)
+    read = [args.overview, *(comparison.groups for comparison in found)]
+    found = [each for each in found if all(text in each.name for text in args.where)]
+    found = [each for each in found if not any(text in each.name for text in args.without)]
+    if not found:
+        raise UserError(f"--where and --without leave no line of {args.overview}")
     outputs = {"--markdown": args.markdown, "--differences": args.differences}
-    check_outputs(outputs, [args.overview, *(comparison.groups for comparison in found)])
+    check_outputs(outputs, read)
     text = overview_markdown(found, score)
     write_outputs(
         ("--markdown", args.markdown, lambda path: write_text(path, text)),

@@ -31,7 +31,7 @@ HELP = """
 --gpus N        GPUs, on all nodes together (default: those that are visible; under srun, times the number of nodes)
 --max-tokens N  at most as many tokens on a GPU at once (default: 4096); an update has 32,768 all the same
 --bf16          bfloat16, where the GPU has it
---smoke         a model a thousand times smaller for a few updates on the CPU, to try the recipe
+--smoke         a model a thousand times smaller, a few updates on the CPU; in checkpoints/{example}.smoke.LAYER.seed1
 --finetune      the second stage, after the first has ended: averaged SGD from its best weights, into DIR/finetuned
 --small         smaller, for a CPU, each layer of about as many parameters; in checkpoints/{example}.small.LAYER.seed1
 --long          with --small, 30 epochs and what dropouts suit them; in checkpoints/{example}.small.long.LAYER.seed1
@@ -195,6 +195,19 @@ def began_in_bfloat16(save: str) -> Optional[bool]:
     return saved
 
 
+def check_folder(save: str, arguments: Sequence[str]) -> None:
+    """Raises ValueError where `save`, a default, holds a training by other arguments, which would go on by these."""
+    log, commands = Path(save, "train.log"), []
+    if Path(save, "checkpoint_last.pt").is_file() and log.is_file():
+        with open(log, encoding="utf-8", errors="replace") as lines:
+            commands = [line.partition(", command ")[2] for line in lines if line.startswith("train.sh: commit ")]
+    if commands and not any(shlex.split(command)[1:] == list(arguments) for command in commands):
+        raise ValueError(
+            f"{save} has a training by another command, {commands[-1].strip()}: choose another --save, "
+            f"or --save {save} to go on with it"
+        )
+
+
 def cpu_precision(on_cpu: bool, float32: bool, save: str) -> Variables:
     """Of a training on the CPU: bfloat16 where the processor multiplies faster in it. Nothing where there is a GPU.
 
@@ -330,7 +343,7 @@ def plan(recipe: argparse.Namespace, arguments: Sequence[str]) -> Variables:
     if options.get("float32") and "--bf16" in extra:
         raise ValueError("--float32 and --bf16 exclude each other")
     data, seed = options["data"] or recipe.data, options["seed"] or layer.settings.get("seed", "1")
-    example = recipe.example + (".small" if options.get("small") else "") + (".long" if options.get("long") else "")
+    example = ".".join([recipe.example, *(name for name in ("small", "long", "smoke") if options.get(name))])
     save = options["save"] or f"checkpoints/{example}.{name}.seed{seed}"
     if not options["print"] and not any(Path(data).glob(recipe.dictionary)):
         raise ValueError(f"--data {data} holds no binarized data; run prepare.sh first")
@@ -344,6 +357,8 @@ def plan(recipe: argparse.Namespace, arguments: Sequence[str]) -> Variables:
     if options.get("finetune"):
         variables["layer_flags"] = second_stage(name, layer, save, bool(options["print"]))
         variables["save"] = f"{save}/finetuned"
+    if not options["save"] and not options["print"]:
+        check_folder(variables["save"], arguments)
     if recipe.updates:
         variables.update(plan_update(recipe, options, name, layer, save))
     if "float32" in recipe.options and "--fp16" not in extra:

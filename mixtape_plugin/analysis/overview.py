@@ -127,7 +127,8 @@ def overview_markdown(found: Sequence[Comparison], score: str) -> str:
     lines = ([each.name, each.baseline, *(cell(each.cells[layer]) for layer in layers)] for each in found)
     return (
         table((score, baseline, *layers), lines)
-        + f"\n{baseline}: mean ± sample standard deviation. Others: difference of means, with 95% intervals that "
-        "are simultaneous (Bonferroni) for all groups of that setting and pool the scatter of their seeds; lines of "
-        "single trainings have none. (n): trainings, which differ in their seed alone.\n"
+        + f"\n{baseline}: mean ± sample standard deviation. Others: difference of means, 95% interval, corrected "
+        "(Bonferroni) for all that are compared in its setting. The scatter of seeds is pooled over that setting, so "
+        "that single trainings have an interval, too, but where all are single. (n): trainings, which differ in their "
+        "seed alone.\n"
     )

@@ -179,8 +179,8 @@ def draw_overview(path: str | Path, found: Sequence[Comparison], score: str) -> 
         axes.axhline(row - 0.5, color="0.85", linewidth=1)
     axes.axvline(0, color="k", linewidth=1)
     axes.set(yticks=range(len(found)), yticklabels=names, ylim=(len(found) - 0.5, -0.5))
-    unit = ", %" if is_ratio(score) else ""
-    axes.set_xlabel(f"{score}, difference from {baseline}{unit}\n(rings: single trainings, no interval)")
+    unit = ", % (below 0 is better)" if is_ratio(score) else ""
+    axes.set_xlabel(f"{score}, difference from {baseline}{unit}\nrings: single trainings, no interval")
     axes.grid(alpha=0.3, axis="x")
     most = max(name.count("\n") for name in names)
     figure.set_size_inches(8.5, 0.9 + len(found) * max(0.12 * (1 + len(layers)), 0.25 * (1 + most)))

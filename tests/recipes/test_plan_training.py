@@ -204,6 +204,39 @@ def test_a_training_keeps_its_precision(gpus, tmp_path, monkeypatch):
 ARGUMENTS = ["it's", "(0.9, 0.98)", "$HOME `x` \\", "", "two\nlines", "--lr", "*", "ä"]
 
 
+def test_another_command_does_not_go_on_in_a_default_folder(tmp_path, monkeypatch):
+    """With other flags and no --save it would resume what is there, which is another training."""
+    monkeypatch.chdir(tmp_path)
+    data = ["--data", str(tmp_path)]
+    (tmp_path / "dict.txt").write_text("a 1\n")
+    mos = ["mos", *data, "--adam-betas", "(0.9, 0.98)"]
+
+    def save(arguments, **changed):
+        return plan_training.plan(recipe(**changed), arguments)["save"]
+
+    folder = tmp_path / save(mos)
+    folder.mkdir(parents=True)
+    assert save(["mos", *data])  # nothing is there
+    begun = subprocess.run(
+        ["bash", "-c", "printf ' %q' train.sh \"$@\"", "_", *mos], capture_output=True, text=True
+    ).stdout
+    (folder / "train.log").write_text(f"train.sh: commit 1a2b3c4, on a processor, command{begun}\nnum_updates=1\n")
+    assert save(["mos", *data])  # nothing was trained
+    (folder / "checkpoint_last.pt").touch()
+    assert save(mos) == "checkpoints/toy.mos.seed1"
+    assert save(["mos", *data, "--seed", "2"]) == "checkpoints/toy.mos.seed2"
+    expected = r"checkpoints/toy.mos.seed1 has a training by another command, train.sh mos .*0.98.*: choose another"
+    for arguments in (["mos", *data], [*mos, "--lr", "1"]):
+        with pytest.raises(ValueError, match=expected):
+            save(arguments)
+        assert save([*arguments, "--print"]) == save([*arguments, "--save", "checkpoints/toy.mos.seed1"])
+    (folder / "checkpoint_best.pt").touch()
+    assert save(["mos", *data, "--finetune"]) == "checkpoints/toy.mos.seed1/finetuned"
+    with open(folder / "train.log", "a") as log:  # went on by the other command, asked for
+        log.write(f"train.sh: commit 1a2b3c4, on a processor, command train.sh mos --save {folder}\n")
+    assert save(mos) == "checkpoints/toy.mos.seed1"
+
+
 def test_variables_reach_the_shell_unchanged():
     code = plan_training.assignments({"a": ARGUMENTS, "max-tokens": 5, "b": None, "c": True, "d": "$x y", "e": []})
     code += '\nprintf "%s\\0" "$max_tokens" "$b" "$c" "$d" "${#e[@]}" "${a[@]}"'

@@ -101,6 +101,13 @@ def test_of_another_score(overview, capsys):
     assert (short["valid ppl"], short["plain"], short["Mixtape"]) == ("short", "100.00 (1)", "+2.0% (1)")
 
 
+@pytest.mark.parametrize("argv", [["--where", "short"], ["--without", "wide"], ["--where", "s", "--without", ","]])
+def test_of_some_lines(argv, overview, capsys):
+    collect_results.main(["--overview", "overview.csv", *argv])
+    (line,), _ = table_of(capsys.readouterr().out)
+    assert (line["test ppl"], line["plain"], line["Mixtape"]) == ("short", "50.00 (1)", "+2.0% (1)")
+
+
 def test_of_bleu(overview, capsys):
     """In its own unit; of three trainings two were translated."""
     collect_results.main(["--overview", "overview.csv", "--columns", "BLEU 13a"])
@@ -179,8 +186,11 @@ def test_labels_have_room(overview, monkeypatch):
         (
             None,
             ["--groups"],
-            "--overview overview.csv goes with no option but --columns, --markdown, --differences: leave out groups",
+            "--overview overview.csv goes with no option but --columns, --where, --without, --markdown, --differences: "
+            "leave out groups",
         ),
+        (None, ["--where", "long", "--where", "short"], "--where and --without leave no line of overview.csv"),
+        (None, ["--where", "short", "--markdown", "several.csv"], "--markdown several.csv is not allowed, as"),
         (None, ["--differences", "a.txt"], "--differences a.txt is not allowed: a name that ends in .png"),
         (None, ["--markdown", "overview.csv"], "--markdown overview.csv is not allowed, as overview.csv is read, too"),
     ],
