@@ -196,14 +196,21 @@ def began_in_bfloat16(save: str) -> Optional[bool]:
 
 
 def check_folder(save: str, arguments: Sequence[str]) -> None:
-    """Raises ValueError where `save`, a default, holds a training by other arguments, which would go on by these."""
-    log, commands = Path(save, "train.log"), []
+    """Raises ValueError where `save`, a default, holds a training by other arguments, which would go on by these.
+
+    Its commands are those of its log that saved a checkpoint. One with what only bash reads, $'...', is let pass.
+    """
+    log, started, commands = Path(save, "train.log"), "", []
     if Path(save, "checkpoint_last.pt").is_file() and log.is_file():
         with open(log, encoding="utf-8", errors="replace") as lines:
-            commands = [line.partition(", command ")[2] for line in lines if line.startswith("train.sh: commit ")]
-    if commands and not any(shlex.split(command)[1:] == list(arguments) for command in commands):
+            for line in lines:
+                if line.startswith("train.sh: commit "):
+                    started = line.partition(", command ")[2].strip()
+                elif "Saved checkpoint" in line and started not in commands:
+                    commands.append(started)
+    if commands and not any("$'" in each or shlex.split(each)[1:] == list(arguments) for each in commands):
         raise ValueError(
-            f"{save} has a training by another command, {commands[-1].strip()}: choose another --save, "
+            f"{save} has a training by another command, {commands[-1]}: choose another --save, "
             f"or --save {save} to go on with it"
         )
 

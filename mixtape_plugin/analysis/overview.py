@@ -129,6 +129,6 @@ def overview_markdown(found: Sequence[Comparison], score: str) -> str:
         table((score, baseline, *layers), lines)
         + f"\n{baseline}: mean ± sample standard deviation. Others: difference of means, 95% interval, corrected "
         "(Bonferroni) for all that are compared in its setting. The scatter of seeds is pooled over that setting, so "
-        "that single trainings have an interval, too, but where all are single. (n): trainings, which differ in their "
-        "seed alone.\n"
+        "that a single training has an interval, too, unless all of the setting are single. (n): trainings, which "
+        "differ in their seed alone.\n"
     )

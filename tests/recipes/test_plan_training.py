@@ -220,21 +220,26 @@ def test_another_command_does_not_go_on_in_a_default_folder(tmp_path, monkeypatc
     begun = subprocess.run(
         ["bash", "-c", "printf ' %q' train.sh \"$@\"", "_", *mos], capture_output=True, text=True
     ).stdout
-    (folder / "train.log").write_text(f"train.sh: commit 1a2b3c4, on a processor, command{begun}\nnum_updates=1\n")
+    log = folder / "train.log"
+    failed = "train.sh: commit 1a2b3c4, on a processor, command train.sh mos --lr x\n"
+    saved = " | INFO | fairseq.checkpoint_utils | Saved checkpoint checkpoint_last.pt (epoch 1 @ 1 updates)\n"
+    log.write_text(f"{failed}train.sh: commit 1a2b3c4, on a processor, command{begun}\n{saved}{failed}")
     assert save(["mos", *data])  # nothing was trained
     (folder / "checkpoint_last.pt").touch()
     assert save(mos) == "checkpoints/toy.mos.seed1"
     assert save(["mos", *data, "--seed", "2"]) == "checkpoints/toy.mos.seed2"
     expected = r"checkpoints/toy.mos.seed1 has a training by another command, train.sh mos .*0.98.*: choose another"
-    for arguments in (["mos", *data], [*mos, "--lr", "1"]):
+    for arguments in (["mos", *data], [*mos, "--lr", "1"], ["mos", *data, "--lr", "x"]):
         with pytest.raises(ValueError, match=expected):
             save(arguments)
         assert save([*arguments, "--print"]) == save([*arguments, "--save", "checkpoints/toy.mos.seed1"])
     (folder / "checkpoint_best.pt").touch()
     assert save(["mos", *data, "--finetune"]) == "checkpoints/toy.mos.seed1/finetuned"
-    with open(folder / "train.log", "a") as log:  # went on by the other command, asked for
-        log.write(f"train.sh: commit 1a2b3c4, on a processor, command train.sh mos --save {folder}\n")
+    asked = f"train.sh: commit 1a2b3c4, on a processor, command train.sh mos --save {folder}\n"
+    log.write_text(log.read_text() + asked + saved)
     assert save(mos) == "checkpoints/toy.mos.seed1"
+    log.write_text(asked.replace("mos --save", "mos --user $'d\\303\\244' --save") + saved)
+    assert save(mos) == "checkpoints/toy.mos.seed1"  # what it is cannot be told
 
 
 def test_variables_reach_the_shell_unchanged():
