@@ -20,8 +20,8 @@ def draw_curves(path: str | Path, found: Sequence[Group]) -> None:
     """Validation perplexity against updates and, where it is known, against the hours that they take in training.
 
     Trainings that differ in seed alone have one colour: their mean and a band from the lowest to the highest, or, where
-    they were validated at different updates, a line each. Only up to 2.5 times the lowest, with each training's end in
-    view: ends are what is compared.
+    they were validated at different updates, a line each. Only up to 2.5 times the lowest, and to what trainings have
+    after a quarter of their updates, with each training's end in view: ends are what is compared.
 
     Args:
         found: groups of trainings, each of which was validated.
@@ -55,10 +55,12 @@ def draw_curves(path: str | Path, found: Sequence[Group]) -> None:
         axes.set(yscale="log", xlabel=xlabel)
         axes.grid(alpha=0.3, which="both")
     first = panels[0][0]
-    shown = [list(row["curve"].values()) for group in found for row in group.rows]
-    lowest, highest_end = min(map(min, shown)), max(perplexities[-1] for perplexities in shown)
+    curves = [row["curve"] for group in found for row in group.rows]
+    lowest = min(min(curve.values()) for curve in curves)
+    highest_end = max(list(curve.values())[-1] for curve in curves)
+    later = max(perplexity for curve in curves for at, perplexity in curve.items() if at >= max(curve) / 4)
     low, high = first.get_ylim()
-    low, high = first.set_ylim(max(low, lowest / 1.05), min(high, 1.05 * max(2.5 * lowest, highest_end)))
+    low, high = first.set_ylim(max(low, lowest / 1.05), min(high, 1.05 * max(min(2.5 * lowest, later), highest_end)))
     first.set_ylabel("validation perplexity")
     first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 10 * low else MaxNLocator(8))
     first.yaxis.set_major_formatter(ScalarFormatter())

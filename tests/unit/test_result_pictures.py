@@ -93,6 +93,14 @@ def test_a_plot_shows_where_trainings_end(folder, drawn, tmp_path):
         assert 5.5 < low < 6 and highest < high < 1.1 * highest
 
 
+def test_a_plot_of_a_long_training_leaves_out_its_first_quarter(folder, drawn, tmp_path):
+    curve = {1: 11, 2: 9, 3: 8, 4: 7, 5: 6.5, 8: 6}  # 2.5 × 6 would show all
+    log = start() + "".join(epoch(n, 100 * n, perplexity) for n, perplexity in curve.items())
+    collect_results.main([str(folder("long", train_log=log)), "--plot", str(tmp_path / "curves.png")])
+    low, high = drawn[-1][0].get_ylim()
+    assert 5.5 < low < 6 and 9 < high < 10
+
+
 def test_a_plot_has_hours_where_speeds_are_known(folder, drawn, tmp_path):
     # seconds an epoch: 360, the median; the third, of 100 updates, has a standstill
     log = epoch(1, 300, 200, train_wall=300) + epoch(2, 600, 150, train_wall=360) + epoch(3, 700, 140, train_wall=720)
