@@ -288,6 +288,11 @@ def has(command: str, text: str) -> bool:
     return bool(re.search(re.escape(text) + end, " ".join(words_of(command))))
 
 
+def chosen(text: str, args: argparse.Namespace) -> bool:
+    """Whether --where and --without let it pass."""
+    return all(has(text, part) for part in args.where) and not any(has(text, part) for part in args.without)
+
+
 def report(args: argparse.Namespace) -> str:
     """What is printed: the tables that are asked for. Files that are asked for are written."""
     check(args)
@@ -343,14 +348,9 @@ def report(args: argparse.Namespace) -> str:
 def report_overview(args: argparse.Namespace) -> str:
     """The table of --overview."""
     score = (args.columns or "test ppl").strip()
-    found = read_overview(args.overview, score)
-    read = [args.overview, *(comparison.groups for comparison in found)]
-    found = [each for each in found if all(text in each.name for text in args.where)]
-    found = [each for each in found if not any(text in each.name for text in args.without)]
-    if not found:
-        raise UserError(f"--where and --without leave no line of {args.overview}")
+    found = read_overview(args.overview, score, lambda name: chosen(name, args))
     outputs = {"--markdown": args.markdown, "--differences": args.differences}
-    check_outputs(outputs, read)
+    check_outputs(outputs, [args.overview, *(comparison.groups for comparison in found)])
     text = overview_markdown(found, score)
     write_outputs(
         ("--markdown", args.markdown, lambda path: write_text(path, text)),

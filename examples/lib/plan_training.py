@@ -37,7 +37,7 @@ HELP = """
 --long          with --small, 30 epochs and what dropouts suit them; in checkpoints/{example}.small.long.LAYER.seed1
 --float32       on the CPU, no bfloat16 even where the processor is faster in it
 --data DIR      what prepare.sh wrote (default: {data})
---save DIR      checkpoints and train.log (default: checkpoints/{example}.LAYER.seedN)
+--save DIR      checkpoints and train.log; other flags want another (default: checkpoints/{example}.LAYER.seedN)
 --seed N        default: {seeds}
 --print         only print the command, complete; needs no data"""
 OPTIONS = {line[2:16].split()[0]: line for line in HELP.splitlines() if line}
@@ -181,38 +181,25 @@ def multiplies_faster_in_bfloat16(cpuinfo: str) -> bool:
     return bool(re.search(instructions, processor))
 
 
-def began_in_bfloat16(save: str) -> Optional[bool]:
-    """Whether the run that saved the last checkpoint in `save` had --bf16, as its log says; None where none has."""
-    log, started, saved = Path(save, "train.log"), None, None
+class Run(NamedTuple):
+    command: str  # train.sh's, as it was typed
+    bf16: Optional[bool]
+
+
+def last_run(save: str) -> Run:
+    """The run that saved the last checkpoint in `save`, as its log says; what it does not say is "" and None."""
+    log, started, saved = Path(save, "train.log"), Run("", None), Run("", None)
     if Path(save, "checkpoint_last.pt").is_file() and log.is_file():
-        with open(log, encoding="utf-8", errors="replace") as lines:
+        with open(log, encoding="utf-8", errors="surrogateescape") as lines:
             for line in lines:
                 settings = re.search("'bf16': (True|False)", line)
-                if settings:
-                    started = settings[1] == "True"
+                if "train.sh: commit " in line:
+                    started = Run(line.rpartition("train.sh: commit ")[2].partition(", command ")[2].rstrip("\n"), None)
+                elif settings:
+                    started = started._replace(bf16=settings[1] == "True")
                 elif "Saved checkpoint" in line:
                     saved = started
     return saved
-
-
-def check_folder(save: str, arguments: Sequence[str]) -> None:
-    """Raises ValueError where `save`, a default, holds a training by other arguments, which would go on by these.
-
-    Its commands are those of its log that saved a checkpoint. One with what only bash reads, $'...', is let pass.
-    """
-    log, started, commands = Path(save, "train.log"), "", []
-    if Path(save, "checkpoint_last.pt").is_file() and log.is_file():
-        with open(log, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if line.startswith("train.sh: commit "):
-                    started = line.partition(", command ")[2].strip()
-                elif "Saved checkpoint" in line and started not in commands:
-                    commands.append(started)
-    if commands and not any("$'" in each or shlex.split(each)[1:] == list(arguments) for each in commands):
-        raise ValueError(
-            f"{save} has a training by another command, {commands[-1]}: choose another --save, "
-            f"or --save {save} to go on with it"
-        )
 
 
 def cpu_precision(on_cpu: bool, float32: bool, save: str) -> Variables:
@@ -221,7 +208,7 @@ def cpu_precision(on_cpu: bool, float32: bool, save: str) -> Variables:
     A training that has begun keeps its precision anywhere, without which fairseq does not go on with it; raises
     ValueError where that is not the one that is asked for.
     """
-    began = began_in_bfloat16(save)
+    began = last_run(save).bf16
     if began and float32:
         raise ValueError(f"--float32 is not for {save}, which was begun in bfloat16; choose another --save")
     on_cpu = on_cpu or not import_torch().cuda.is_available()
@@ -233,6 +220,52 @@ def cpu_precision(on_cpu: bool, float32: bool, save: str) -> Variables:
     if began and on_cpu:
         say("on the CPU, in bfloat16, which it multiplies faster; --float32 turns it off")
     return {"precision": ["--bf16"] if began else [], **memory}
+
+
+# ------------------------------------------------------------------------------------------ whose folder it is
+
+# Options that say where and how fast to train, or that the default folder has in its name; and such flags
+INCIDENTAL = ("save", "seed", "print", "gpus", "max-tokens", "float32", "finetune")
+INCIDENTAL_FLAGS = re.compile("cpu$|num-workers$|distributed-|ddp-|device-id$|log-|no-progress-bar$")
+
+
+def meaning(recipe: argparse.Namespace, arguments: Sequence[str]) -> Dict[str, List[str]]:
+    """What train.sh's arguments say of the training itself: each option's and flag's words, the last ones given."""
+    options, extra = parse_options(arguments[1:], (*recipe.options, *EVERY_RECIPE))
+    options["data"] = options["data"] or recipe.data
+    meant = {name: [str(value)] for name, value in options.items() if value and name not in INCIDENTAL}
+    words: List[str] = []
+    for word in extra:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            words = [value] if equals else []
+            if not INCIDENTAL_FLAGS.match(name):
+                meant[name] = words
+        else:
+            words.append(word)
+    return meant
+
+
+def check_folder(recipe: argparse.Namespace, arguments: Sequence[str], save: str, second: bool) -> None:
+    """Raises ValueError where `save`, a default, has a training of another meaning, which would go on as this one.
+
+    The second stage takes the first one's weights, but has a rate and an averaging of its own. A command that cannot be
+    read, since the log has none or one with what only bash reads, $'...', is let pass.
+    """
+    folders = {save: ("lr", "averaging-epoch"), f"{save}/finetuned": ()} if second else {save: ()}
+    for folder, of_its_own in folders.items():
+        command = last_run(folder).command
+        try:
+            begun = meaning(recipe, shlex.split(command)[1:])
+        except ValueError:
+            continue
+        asked = meaning(recipe, arguments)
+        differ = any(begun.get(name) != asked.get(name) for name in {*begun, *asked}.difference(of_its_own))
+        if command and "$'" not in command and differ:
+            raise ValueError(
+                f"{folder} has a training by another command, {command}: choose another --save for this one, "
+                f"or give --save {save} to go on with that one"
+            )
 
 
 # -------------------------------------------------------------------------------------------------- update, estimate
@@ -364,12 +397,12 @@ def plan(recipe: argparse.Namespace, arguments: Sequence[str]) -> Variables:
     if options.get("finetune"):
         variables["layer_flags"] = second_stage(name, layer, save, bool(options["print"]))
         variables["save"] = f"{save}/finetuned"
-    if not options["save"] and not options["print"]:
-        check_folder(variables["save"], arguments)
     if recipe.updates:
         variables.update(plan_update(recipe, options, name, layer, save))
     if "float32" in recipe.options and "--fp16" not in extra:
         variables.update(cpu_precision(bool(options["cpu"]), bool(options["float32"]), variables["save"]))
+    if not options["save"] and not options["print"]:
+        check_folder(recipe, arguments, save, bool(options.get("finetune")))
     return variables
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Sequence
+from typing import Callable, Sequence
 
 from mixtape_plugin.analysis.results import NOT_RUN, digits, table, value_of
 from mixtape_plugin.analysis.statistics import difference_text, is_ratio
@@ -39,7 +39,7 @@ class Comparison:
     cells: dict  # the baseline, first, has None
 
 
-def read_overview(path: str | Path, score: str) -> list[Comparison]:
+def read_overview(path: str | Path, score: str, chosen: Callable[[str], bool] = bool) -> list[Comparison]:
     """The comparisons that a CSV file names.
 
     Args:
@@ -47,10 +47,11 @@ def read_overview(path: str | Path, score: str) -> list[Comparison]:
             the present folder; and a column for each layer, the baseline first, with the name that its group has in
             that file. An empty cell was not run; one with "–" stays as it is.
         score: the column that is compared, such as "test ppl".
+        chosen: whether the line of a name counts; of others no table is read.
 
     Raises:
-        UserError: a file cannot be read, a group or its score is missing, or ``groups`` compares with another baseline
-            or with none.
+        UserError: a file cannot be read, no line is chosen, a group or its score is missing, or ``groups`` compares
+            with another baseline or with none.
     """
     lines = read_csv(path, FIRST, f"is no overview: it must have the columns {', '.join(FIRST)}, and a row")
     layers = [name for name in lines[0] if name not in FIRST]
@@ -58,7 +59,7 @@ def read_overview(path: str | Path, score: str) -> list[Comparison]:
         raise UserError(f"{path} must have a column for the baseline and one for each other layer")
     baseline, *others = layers
     found = []
-    for line in lines:
+    for line in filter(lambda line: chosen(line["trainings"]), lines):
         name, source = line["trainings"], line["groups"]
         if not source:
             raise UserError(f"{path}: {name!r} has no file under groups: name one of collect_results.py --groups-csv")
@@ -77,6 +78,8 @@ def read_overview(path: str | Path, score: str) -> list[Comparison]:
             for layer in others
         }
         found.append(Comparison(name, source, mean(origin, score), {baseline: None, **cells}))
+    if not found:
+        raise UserError(f"--where and --without leave no line of {path}")
     return found
 
 

@@ -297,6 +297,7 @@ def test_train_and_finetune_on_words(ptb, tmp_path):
     flags = ["--data", ptb, "--save", save, *TINY_LSTM, "--batch-size", 4, "--max-epoch", 1]
     log = output("ptb", "train.sh", "mixtape", *flags)
     assert (save / "train.log").read_text() == log and "epoch 001" in log
+    assert "Saved checkpoint" in log  # what a rerun looks for
     before = (save / "checkpoint_best.pt").read_bytes()
     log = output("ptb", "train.sh", "mixtape", "--finetune", *flags, "--max-update", 3)
     assert f"loading pretrained model from {save}/checkpoint_best.pt" in log and "averaged SGD from here on" in log

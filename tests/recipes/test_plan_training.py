@@ -204,42 +204,114 @@ def test_a_training_keeps_its_precision(gpus, tmp_path, monkeypatch):
 ARGUMENTS = ["it's", "(0.9, 0.98)", "$HOME `x` \\", "", "two\nlines", "--lr", "*", "ä"]
 
 
-def test_another_command_does_not_go_on_in_a_default_folder(tmp_path, monkeypatch):
-    """With other flags and no --save it would resume what is there, which is another training."""
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """Writes the log of commands, typed in bash, as train.sh and fairseq-train do; the last one saved a checkpoint."""
     monkeypatch.chdir(tmp_path)
-    data = ["--data", str(tmp_path)]
-    (tmp_path / "dict.txt").write_text("a 1\n")
-    mos = ["mos", *data, "--adam-betas", "(0.9, 0.98)"]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dict.txt").write_text("a 1\n")
 
-    def save(arguments, **changed):
-        return plan_training.plan(recipe(**changed), arguments)["save"]
+    def write(folder, *commands, saved=True):
+        folder = tmp_path / folder
+        folder.mkdir(parents=True, exist_ok=True)
+        log = ""
+        for command in commands:
+            bash = ["bash", "-c", "printf ' %q' train.sh \"$@\"", "_", *command]
+            typed = subprocess.run(bash, capture_output=True, check=True, env={"LC_ALL": "C"}).stdout.decode()
+            log += f"train.sh: commit 1a2b3c4, on a processor, command{typed}\nnum_updates=1\n"
+        if saved:
+            log += " | INFO | fairseq.checkpoint_utils | Saved checkpoint checkpoint_last.pt (epoch 1 @ 1 updates)\n"
+        with open(folder / "train.log", "a") as file:
+            file.write(log)
+        for name in ("checkpoint_last.pt", "checkpoint_best.pt"):
+            (folder / name).touch()
 
-    folder = tmp_path / save(mos)
-    folder.mkdir(parents=True)
-    assert save(["mos", *data])  # nothing is there
-    begun = subprocess.run(
-        ["bash", "-c", "printf ' %q' train.sh \"$@\"", "_", *mos], capture_output=True, text=True
-    ).stdout
-    log = folder / "train.log"
-    failed = "train.sh: commit 1a2b3c4, on a processor, command train.sh mos --lr x\n"
-    saved = " | INFO | fairseq.checkpoint_utils | Saved checkpoint checkpoint_last.pt (epoch 1 @ 1 updates)\n"
-    log.write_text(f"{failed}train.sh: commit 1a2b3c4, on a processor, command{begun}\n{saved}{failed}")
-    assert save(["mos", *data])  # nothing was trained
-    (folder / "checkpoint_last.pt").touch()
-    assert save(mos) == "checkpoints/toy.mos.seed1"
-    assert save(["mos", *data, "--seed", "2"]) == "checkpoints/toy.mos.seed2"
-    expected = r"checkpoints/toy.mos.seed1 has a training by another command, train.sh mos .*0.98.*: choose another"
-    for arguments in (["mos", *data], [*mos, "--lr", "1"], ["mos", *data, "--lr", "x"]):
-        with pytest.raises(ValueError, match=expected):
-            save(arguments)
-        assert save([*arguments, "--print"]) == save([*arguments, "--save", "checkpoints/toy.mos.seed1"])
-    (folder / "checkpoint_best.pt").touch()
-    assert save(["mos", *data, "--finetune"]) == "checkpoints/toy.mos.seed1/finetuned"
-    asked = f"train.sh: commit 1a2b3c4, on a processor, command train.sh mos --save {folder}\n"
-    log.write_text(log.read_text() + asked + saved)
-    assert save(mos) == "checkpoints/toy.mos.seed1"
-    log.write_text(asked.replace("mos --save", "mos --user $'d\\303\\244' --save") + saved)
-    assert save(mos) == "checkpoints/toy.mos.seed1"  # what it is cannot be told
+    return write
+
+
+def planned(*arguments, **changed):
+    recipe_of_data = recipe(data="data", options=["finetune", "max-tokens"], **changed)
+    return plan_training.plan(recipe_of_data, list(arguments))["save"]
+
+
+MOS = ("mos", "--adam-betas", "(0.9, 0.98)", "--lr", "1")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        MOS,
+        ("mos", "--lr=1", "--adam-betas", "(0.9, 0.98)", "--seed", "1"),  # the same
+        (*MOS, "--num-workers", "0", "--max-tokens", "9", "--distributed-port=1", "--log-format", "json", "--cpu"),
+        (*MOS, "--data", "data"),
+        ("mos", "--lr", "2", *MOS[1:]),  # the last one counts
+        ("mos", "--seed", "2"),  # another folder
+        ("softmax", "--lr", "1"),
+        ("mos", "--lr", "3", "--save", "checkpoints/toy.mos.seed1"),  # asked for
+        ("mos", "--lr", "3", "--print"),
+        (*MOS, "--finetune"),
+        ("mos", *MOS[1:3], "--lr", "3", "--averaging-epoch", "1", "--finetune"),  # the second stage's own
+    ],
+)
+def test_a_training_goes_on_in_its_default_folder(arguments, trained):
+    trained("checkpoints/toy.mos.seed1", ["mos", "--lr", "x"], saved=False)  # nothing came of it
+    trained("checkpoints/toy.mos.seed1", MOS)
+    assert planned(*arguments).startswith("checkpoints/toy.")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("mos",),
+        MOS[:3],
+        (*MOS, "--lr", "3"),
+        (*MOS, "--frequent-ratio", "1"),
+        (*MOS, "--data=other"),
+        ("mos", "--finetune"),
+        (*MOS, "--frequent-ratio", "1", "--finetune"),
+    ],
+)
+def test_another_training_does_not_go_on_in_a_default_folder(arguments, trained, tmp_path):
+    """It would resume what is there, or take its weights for the second stage."""
+    trained("checkpoints/toy.mos.seed1", ["mos"])
+    trained("checkpoints/toy.mos.seed1", MOS)  # asked for by --save, or in the place of what was removed
+    (tmp_path / "other").symlink_to(tmp_path / "data")
+    message = r"checkpoints/toy.mos.seed1 has a training by another command, train.sh mos .*0.98.* --lr 1: choose .*"
+    with pytest.raises(ValueError, match=message + "give --save checkpoints/toy.mos.seed1 to go on"):
+        planned(*arguments)
+
+
+def test_another_second_stage_does_not_go_on_in_the_first_ones_folder(trained):
+    trained("checkpoints/toy.mos.seed1", ["mos"])
+    trained("checkpoints/toy.mos.seed1/finetuned", ["mos", "--finetune", "--lr", "3"])
+    assert planned("mos", "--finetune", "--lr", "3") == "checkpoints/toy.mos.seed1/finetuned"
+    message = (
+        "seed1/finetuned has a training .*, train.sh mos --finetune --lr 3: .* give --save checkpoints/toy.mos.seed1 "
+    )
+    with pytest.raises(ValueError, match=message):
+        planned("mos", "--finetune")
+    assert planned("mos", "--finetune", "--save", "checkpoints/toy.mos.seed1") == "checkpoints/toy.mos.seed1/finetuned"
+
+
+@pytest.mark.parametrize(
+    "log", ["", "train.sh: commit 1a2b3c4, command train.sh mos --user 'a\n", "train.sh: commit 1, command t \\\n", "ä"]
+)
+def test_a_command_that_cannot_be_read_is_let_pass(log, trained, tmp_path):
+    trained("checkpoints/toy.mos.seed1", ["mos", "--user", "ä"])  # $'\303\244'
+    assert planned("mos")
+    saved = "Saved checkpoint checkpoint_last.pt (epoch 1 @ 1 updates)\n"
+    (tmp_path / "checkpoints" / "toy.mos.seed1" / "train.log").write_text(log + saved, encoding="latin-1")
+    assert planned("mos")
+
+
+def test_a_trailing_blank_and_a_broken_line_before(trained, tmp_path):
+    log = tmp_path / "checkpoints" / "toy.mos.seed1" / "train.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("broken off\0")
+    trained("checkpoints/toy.mos.seed1", ["mos", "--user", "a "])
+    assert planned("mos", "--user", "a ")
+    with pytest.raises(ValueError, match="another command"):
+        planned("mos")
 
 
 def test_variables_reach_the_shell_unchanged():

@@ -101,11 +101,24 @@ def test_of_another_score(overview, capsys):
     assert (short["valid ppl"], short["plain"], short["Mixtape"]) == ("short", "100.00 (1)", "+2.0% (1)")
 
 
-@pytest.mark.parametrize("argv", [["--where", "short"], ["--without", "wide"], ["--where", "s", "--without", ","]])
+@pytest.mark.parametrize(
+    "argv", [["--where", "short"], ["--without", "wide"], ["--without", "lon", "--without", "wide"]]
+)
 def test_of_some_lines(argv, overview, capsys):
     collect_results.main(["--overview", "overview.csv", *argv])
     (line,), _ = table_of(capsys.readouterr().out)
     assert (line["test ppl"], line["plain"], line["Mixtape"]) == ("short", "50.00 (1)", "+2.0% (1)")
+
+
+def test_of_lines_whose_table_has_the_score(overview, capsys):
+    """Another line's table need not have it."""
+    several = overview.parent / "several.csv"
+    several.write_text(several.read_text().replace("BLEU 13a", "BLEU intl"))
+    with pytest.raises(UserError, match="several.csv is no table of --groups-csv that has BLEU 13a"):
+        collect_results.main(["--overview", "overview.csv", "--columns", "BLEU 13a"])
+    collect_results.main(["--overview", "overview.csv", "--columns", "BLEU 13a", "--without", "long"])
+    (line,), _ = table_of(capsys.readouterr().out)
+    assert (line["BLEU 13a"], line["Mixtape"]) == ("short", "+0.33 (1)")
 
 
 def test_of_bleu(overview, capsys):
@@ -190,7 +203,6 @@ def test_labels_have_room(overview, monkeypatch):
             "leave out groups",
         ),
         (None, ["--where", "long", "--where", "short"], "--where and --without leave no line of overview.csv"),
-        (None, ["--where", "short", "--markdown", "several.csv"], "--markdown several.csv is not allowed, as"),
         (None, ["--differences", "a.txt"], "--differences a.txt is not allowed: a name that ends in .png"),
         (None, ["--markdown", "overview.csv"], "--markdown overview.csv is not allowed, as overview.csv is read, too"),
     ],
