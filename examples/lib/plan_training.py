@@ -252,16 +252,17 @@ def check_folder(recipe: argparse.Namespace, arguments: Sequence[str], save: str
     The second stage takes the first one's weights, but has a rate and an averaging of its own. A command that cannot be
     read, since the log has none or one with what only bash reads, $'...', is let pass.
     """
+    asked = meaning(recipe, arguments)
     folders = {save: ("lr", "averaging-epoch"), f"{save}/finetuned": ()} if second else {save: ()}
     for folder, of_its_own in folders.items():
         command = last_run(folder).command
+        if not command or "$'" in command:
+            continue
         try:
             begun = meaning(recipe, shlex.split(command)[1:])
         except ValueError:
             continue
-        asked = meaning(recipe, arguments)
-        differ = any(begun.get(name) != asked.get(name) for name in {*begun, *asked}.difference(of_its_own))
-        if command and "$'" not in command and differ:
+        if any(begun.get(name) != asked.get(name) for name in {*begun, *asked}.difference(of_its_own)):
             raise ValueError(
                 f"{folder} has a training by another command, {command}: choose another --save for this one, "
                 f"or give --save {save} to go on with that one"

@@ -199,9 +199,7 @@ def test_a_training_keeps_its_precision(gpus, tmp_path, monkeypatch):
         precision(start.format(True), saved, float32=True)
 
 
-# ------------------------------------------------------------------------------------------------- for the shell
-
-ARGUMENTS = ["it's", "(0.9, 0.98)", "$HOME `x` \\", "", "two\nlines", "--lr", "*", "ä"]
+# ------------------------------------------------------------------------------------------- whose folder it is
 
 
 @pytest.fixture
@@ -229,9 +227,8 @@ def trained(tmp_path, monkeypatch):
     return write
 
 
-def planned(*arguments, **changed):
-    recipe_of_data = recipe(data="data", options=["finetune", "max-tokens"], **changed)
-    return plan_training.plan(recipe_of_data, list(arguments))["save"]
+def planned(*arguments):
+    return plan_training.plan(recipe(data="data", options=["finetune", "max-tokens"]), list(arguments))["save"]
 
 
 MOS = ("mos", "--adam-betas", "(0.9, 0.98)", "--lr", "1")
@@ -312,6 +309,11 @@ def test_a_trailing_blank_and_a_broken_line_before(trained, tmp_path):
     assert planned("mos", "--user", "a ")
     with pytest.raises(ValueError, match="another command"):
         planned("mos")
+
+
+# ------------------------------------------------------------------------------------------------- for the shell
+
+ARGUMENTS = ["it's", "(0.9, 0.98)", "$HOME `x` \\", "", "two\nlines", "--lr", "*", "ä"]
 
 
 def test_variables_reach_the_shell_unchanged():
