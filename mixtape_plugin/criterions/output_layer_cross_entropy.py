@@ -51,7 +51,9 @@ def output_layer_of(model: BaseFairseqModel) -> OutputLayer:
 class OutputLayerCrossEntropy(FairseqCriterion):
     """Asks the model for features only and its output layer for the loss, which need not hold all scores at once.
 
-    The same numbers and logs as fairseq's ``label_smoothed_cross_entropy`` (logs in bits, base 2).
+    The same numbers and logs as fairseq's ``label_smoothed_cross_entropy`` (logs in bits, base 2), but with
+    ``ignore_prefix_size``: fairseq leaves these targets out of the sum and counts them still, so that its perplexity is
+    too low; here they are not counted.
 
     Raises:
         UserError: ε outside [0, 1), a prefix of fewer than 0 targets, or a model whose decoder has no output layer of
@@ -94,6 +96,7 @@ class OutputLayerCrossEntropy(FairseqCriterion):
         scored, target = features, model.get_targets(sample, None)
         if self.ignore_prefix_size:
             scored, target = scored[:, self.ignore_prefix_size :], target[:, self.ignore_prefix_size :]
+        ntokens = target.ne(self.padding_idx).sum() if self.ignore_prefix_size else sample["ntokens"]
         logging_output = {}
         loss, nll = layer.loss(scored, target, label_smoothing=self.label_smoothing, ignore_index=self.padding_idx)
         if self.report_accuracy:
@@ -103,13 +106,13 @@ class OutputLayerCrossEntropy(FairseqCriterion):
                 top = torch.cat([layer(chunk).argmax(-1) for chunk in chunks])
             logging_output["n_correct"] = top.eq(target[counted]).sum()
             logging_output["total"] = counted.sum()
-        sample_size = target.size(0) if self.sentence_avg else sample["ntokens"]
+        sample_size = target.size(0) if self.sentence_avg else ntokens
         if self.training:
             loss = loss + sample_size * self.penalty(features, extra)
         logging_output.update(
             loss=loss.data,
             nll_loss=nll.data,
-            ntokens=sample["ntokens"],
+            ntokens=ntokens,
             nsentences=target.size(0),
             sample_size=sample_size,
         )

@@ -21,6 +21,7 @@ from mixtape_plugin.data.bptt_dataset import BpttDataset, TokenStream
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.models.awd_lstm_lm import AWDLSTMLanguageModel
 from mixtape_plugin.output_layers import OutputLayer
+from mixtape_plugin.tasks.bptt_language_modeling import BpttLanguageModelingTask
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,18 @@ def load_language_model(path: str, data: str) -> tuple[AWDLSTMLanguageModel, Fai
         data: folder that fairseq-preprocess wrote, with the dictionary that the model was trained with.
 
     Raises:
-        UserError: there is no such file, or it holds another kind of model.
+        UserError: there is no such file, or it holds another kind of model, or one that was trained on another task.
     """
     if not os.path.isfile(path):
         raise UserError(f"--path {path} does not exist: give a checkpoint that fairseq-train wrote")
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([path], arg_overrides={"data": data})
     if not isinstance(model, AWDLSTMLanguageModel):
         raise UserError(f"--path {path} holds a {type(model).__name__}: give a checkpoint of --arch awd_lstm_lm")
+    if not isinstance(task, BpttLanguageModelingTask):
+        raise UserError(
+            f"--path {path} was trained with --task {task.cfg._name}: give a checkpoint of "
+            "--task bptt_language_modeling, whose text is one stream"
+        )
     return model.eval(), task
 
 

@@ -30,6 +30,7 @@ from mixtape_plugin.fairseq_compat.half_precision import (
     let_amp_use_its_optimizer,
     train_bf16_without_xla,
 )
+from mixtape_plugin.fairseq_compat.options_as_python import evaluate_values_only
 from mixtape_plugin.fairseq_compat.parameter_groups import heed_optim_overrides
 from mixtape_plugin.fairseq_compat.training_loop import (
     average_tied_parameters_once,
@@ -55,6 +56,7 @@ def apply() -> None:
     keep_batches_after_a_resume()
     end_reading_before_the_interpreter()
     load_checkpoints_safely()
+    evaluate_values_only()
     explain_checkpoints_that_do_not_fit()
     broadcast_plain_options()
     copy_checkpoints_whole()

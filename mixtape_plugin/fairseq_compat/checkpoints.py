@@ -38,8 +38,8 @@ def load_checkpoints_safely() -> None:
 
     torch 2.6 and later load with weights_only=True, but fairseq's own checkpoints hold a few more classes
     (`SAFE_GLOBALS`). Older torch runs any pickle: there a checkpoint is loaded only for a user who sets
-    MIXTAPE_TRUST_CHECKPOINTS=1. The allow-list guards the reading of the file, not what fairseq then does with the
-    options in it: `fconv`, say, and the character embeddings of `transformer_lm` evaluate some as Python.
+    MIXTAPE_TRUST_CHECKPOINTS=1. The allow-list guards the reading of the file; of the options in it, which fairseq
+    evaluates in part as Python, :mod:`mixtape_plugin.fairseq_compat.options_as_python` takes care.
     """
     if loads_weights_only():
         torch.serialization.add_safe_globals(SAFE_GLOBALS)

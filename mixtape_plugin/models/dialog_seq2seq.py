@@ -18,6 +18,7 @@ from fairseq.models import (
     register_model,
     register_model_architecture,
 )
+from fairseq.modules import FairseqDropout
 from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
@@ -94,7 +95,7 @@ class DialogEncoder(FairseqEncoder):
     def __init__(self, args: Namespace, dictionary: Dictionary, embed_tokens: nn.Embedding):
         super().__init__(dictionary)
         cell = CELLS[args.cell]
-        self.dropout = args.dropout
+        self.dropout = FairseqDropout(args.dropout, type(self).__name__)
         self.embed_tokens = embed_tokens
         self.marks = [dictionary.index(mark) for mark in (ME, OTHER)]
         self.utterance_rnn = None
@@ -113,7 +114,7 @@ class DialogEncoder(FairseqEncoder):
         """``{"context": [B, context_hidden_size]}`` of source tokens, padded on either side."""
         real = src_tokens.ne(self.dictionary.pad())
         words = self.embed_tokens(src_tokens[real])  # context after context
-        words = F.dropout(words, self.dropout, self.training)
+        words = self.dropout(words)
         if self.utterance_rnn is None:
             return {"context": last_hidden(self.context_rnn, words, real.sum(1).tolist())}
         me, other = self.marks
@@ -139,7 +140,7 @@ class DialogDecoder(FairseqIncrementalDecoder):
 
     def __init__(self, args: Namespace, dictionary: Dictionary, embed_tokens: nn.Embedding):
         super().__init__(dictionary)
-        self.dropout = args.dropout
+        self.dropout = FairseqDropout(args.dropout, type(self).__name__)
         self.embed_tokens = embed_tokens
         self.num_states = 2 if args.cell == "lstm" else 1
         self.first_state = nn.Linear(args.context_hidden_size, self.num_states * args.decoder_hidden_size)
@@ -174,12 +175,12 @@ class DialogDecoder(FairseqIncrementalDecoder):
         if state is None:
             state = self.first_state(encoder_out["context"])
         parts = tuple(part.unsqueeze(0).contiguous() for part in state.chunk(self.num_states, dim=-1))
-        words = F.dropout(self.embed_tokens(prev_output_tokens), self.dropout, self.training)
+        words = self.dropout(self.embed_tokens(prev_output_tokens))
         features, parts = self.rnn(words, parts if self.num_states > 1 else parts[0])
         if incremental_state is not None:
             state = torch.cat(parts, dim=-1) if self.num_states > 1 else parts
             self.set_incremental_state(incremental_state, "state", {"state": state.squeeze(0)})
-        return F.dropout(features, self.dropout, self.training), {"attn": [None]}
+        return self.dropout(features), {"attn": [None]}
 
     def output_layer(self, features: Tensor, **kwargs) -> Tensor:
         return self.output_projection(features)

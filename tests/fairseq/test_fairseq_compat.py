@@ -28,6 +28,7 @@ import mixtape_plugin
 from mixtape_plugin import errors, fairseq_compat
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.fairseq_compat import checkpoints, safe_globals
+from mixtape_plugin.fairseq_compat.options_as_python import evaluate_value
 
 USER_DIR = os.path.dirname(mixtape_plugin.__file__)
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
@@ -158,6 +159,40 @@ def load(path):
 
 def load_content(path):
     return load(path)["extra_state"]["content"]
+
+
+def test_options_of_a_checkpoint_run_no_code(tmp_path):
+    """A checkpoint of allow-listed classes alone chooses an architecture of fairseq that evaluates its options."""
+    ran, layers = tmp_path / "ran", "[(8, 3)]"
+    for language in "ab":
+        (tmp_path / f"dict.{language}.txt").write_text("x 1\n")
+
+    def load(layers):
+        model = argparse.Namespace(
+            arch="fconv", _name="fconv", encoder_layers=layers, decoder_layers="[(8, 3)] * 2", decoder_attention="True"
+        )
+        task = {"_name": "translation", "data": str(tmp_path), "source_lang": "a", "target_lang": "b"}
+        history = [{"num_updates": 1, "criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}}]
+        state = {"cfg": {"model": model, "task": task}, "model": {}, "args": None, "optimizer_history": history}
+        state.update(extra_state={"train_iterator": {"epoch": 1}}, task_state={}, last_optimizer_state=None)
+        torch.save(state, tmp_path / "checkpoint.pt")
+        checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "checkpoint.pt")])
+
+    with pytest.raises(UserError, match="the option .*__import__.* is not evaluated"):
+        load(f"__import__('pathlib').Path({str(ran)!r}).touch() or {layers}")
+    assert not ran.exists()
+    with pytest.raises(Exception) as misfit:  # options that are values are taken: its weights are what it lacks
+        load(layers)
+    assert "not evaluated" not in str(misfit.value)
+
+
+def test_what_options_are_evaluated():
+    assert evaluate_value("[(512, 3)] * 2 + [(1, -2)]") == [(512, 3), (512, 3), (1, -2)]
+    assert evaluate_value("(0.9, 0.98)") == (0.9, 0.98)
+    assert evaluate_value("{'data': 'a b'}") == {"data": "a b"}
+    for text in ("9**9", "9* *9", "print(1)", "().__class__", "[1] * x", "(1)(2)", "1 +", "[0 for x in (1, 2)]"):
+        with pytest.raises(UserError, match="is not evaluated"):
+            evaluate_value(text)
 
 
 @by_allow_list
