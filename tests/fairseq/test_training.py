@@ -62,7 +62,10 @@ def make_sample(dictionary):
 @pytest.mark.parametrize("sentence_avg", [False, True])
 @pytest.mark.parametrize("output_layer", LAYERS)
 def test_criterion_equals_fairseqs_own(output_layer, sentence_avg):
-    """Loss, gradient and logs of the features-only path and of the path through all scores."""
+    """Loss, gradient and logs of the features-only path and of the path through all scores.
+
+    But for the number of tokens with a prefix left out, which fairseq's counts, two sentences' first ones here.
+    """
     dictionary = make_dictionary()
     model = build_small_model(dictionary=dictionary, output_layer=output_layer)
     task = SimpleNamespace(target_dictionary=dictionary)
@@ -82,7 +85,10 @@ def test_criterion_equals_fairseqs_own(output_layer, sentence_avg):
     ):
         numbers, sample_size, logged = loss_gradients_logs(OutputLayerCrossEntropy(task, *ours))
         expected, expected_size, expected_logs = loss_gradients_logs(fairseqs)
-        assert sample_size == expected_size == (2 if sentence_avg else 9)
+        ntokens = 7 if ours[3:] == (1,) else 9
+        assert logged.pop("ntokens") == ntokens and expected_logs.pop("ntokens") == 9
+        assert sample_size == logged.pop("sample_size") == (2 if sentence_avg else ntokens)
+        assert expected_size == expected_logs.pop("sample_size") == (2 if sentence_avg else 9)
         for number, other in zip(numbers, expected):  # fairseq's log-softmax is one in float32
             torch.testing.assert_close(number.double(), other.double(), rtol=1e-5, atol=1e-5)
         if isinstance(fairseqs, CrossEntropyCriterion):
