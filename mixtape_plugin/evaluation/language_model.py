@@ -56,10 +56,7 @@ def load_language_model(path: str, data: str) -> tuple[AWDLSTMLanguageModel, Fai
     if not isinstance(model, AWDLSTMLanguageModel):
         raise UserError(f"--path {path} holds a {type(model).__name__}: give a checkpoint of --arch awd_lstm_lm")
     if not isinstance(task, BpttLanguageModelingTask):
-        raise UserError(
-            f"--path {path} was trained with --task {task.cfg._name}: give a checkpoint of "
-            "--task bptt_language_modeling, whose text is one stream"
-        )
+        raise UserError(f"--path {path} was not trained with --task bptt_language_modeling: give one that was")
     return model.eval(), task
 
 

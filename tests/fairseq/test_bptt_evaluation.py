@@ -106,3 +106,13 @@ def test_characters_without_lines(tmp_path, monkeypatch):
     sample = {"net_input": {"src_tokens": tokens, "src_lengths": torch.tensor([3])}, "target": tokens}
     ((scored,),) = task.inference_step(SequenceScorer(task.dictionary), [model], sample)
     assert scored["positional_scores"].tolist() == pytest.approx([-math.log(27)] * 3, abs=0.1)
+
+
+@pytest.mark.slow
+def test_a_model_of_another_task_is_refused(text, tmp_path):
+    args = [text, "--user-dir", USER_DIR, "--task", "language_modeling", "--arch", "awd_lstm_lm", "--cpu"]
+    args += "--embed-dim 4 --hidden-sizes 4 --criterion output_layer_cross_entropy --optimizer sgd --lr 0.1".split()
+    args += ["--max-tokens", 200, "--tokens-per-sample", 20, "--max-update", 1, "--disable-validation"]
+    run("train", *args, "--num-workers", 0, "--save-dir", tmp_path)
+    with pytest.raises(UserError, match="checkpoint_last.pt was not trained with --task bptt_language_modeling"):
+        load_language_model(str(tmp_path / "checkpoint_last.pt"), str(text))
