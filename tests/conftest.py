@@ -24,6 +24,7 @@ from training_logs import write_folder
 
 import mixtape_plugin
 from mixtape_plugin import errors
+from mixtape_plugin.fairseq_compat import checkpoints
 from mixtape_plugin.models import transformer
 from mixtape_plugin.output_layers import OUTPUT_LAYERS
 
@@ -107,6 +108,12 @@ def pytest_fixture_setup(fixturedef):
 def enabled_loss_scale(monkeypatch):
     """--amp scales its loss, as it does on a GPU; on a CPU fairseq's scaler is disabled."""
     monkeypatch.setattr(torch.cuda.amp, "GradScaler", lambda **options: torch.amp.GradScaler("cpu", **options))
+
+
+@pytest.fixture(autouse=not checkpoints.loads_weights_only())
+def trust_checkpoints(monkeypatch):
+    """With older torch, the tests about other matters load their own checkpoints."""
+    monkeypatch.setenv(checkpoints.TRUST_CHECKPOINTS, "1")
 
 
 def parse_log(output):

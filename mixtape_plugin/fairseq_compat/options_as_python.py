@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 import sys
+from pathlib import Path
+from types import ModuleType
 
 from mixtape_plugin.errors import UserError
 
-# What literals lack: sums and multiples of lists, as in "[(512, 3)] * 20". No powers, whose size knows no bound.
-ARITHMETIC = re.compile(r"(?:[\d\s.,()\[\]+-]|\*(?!\s*\*)|True|False|None)*")
+# What literals lack: arithmetic of numbers and lists, as in "[(512, 3)] * 20". No powers, whose size knows no bound.
+ARITHMETIC = re.compile(r"(?:\d[eE]|[\d\s.,()\[\]+/-]|\*(?!\s*\*)|True|False|None)*")
 
 
 def evaluate_values_only() -> None:
-    """Let fairseq's modules evaluate literals, and sums and multiples of numbers and lists, in place of any Python.
+    """Let fairseq's modules evaluate literals, and arithmetic of numbers and lists, in place of any Python.
 
     fairseq calls ``eval`` on strings among a model's, a task's, and a criterion's options. On the command line they are
     the user's own; but a checkpoint that is loaded names its architecture and all its options: `fconv`, say, would run
@@ -25,16 +26,14 @@ def evaluate_values_only() -> None:
             module.eval = evaluate_value
 
 
-def calls_eval(module: object) -> bool:
-    """Whether a module's source has a call of the built-in ``eval``."""
-    try:
-        return re.search(r"(?<![\w.])eval\(", inspect.getsource(module)) is not None
-    except (OSError, TypeError):  # no source: a compiled one
-        return False
+def calls_eval(module: ModuleType) -> bool:
+    """Whether a module's source has a call of the built-in ``eval``; a compiled module has none."""
+    source = Path(getattr(module, "__file__", None) or "")
+    return source.suffix == ".py" and re.search(rb"(?<![\w.])eval\(", source.read_bytes()) is not None
 
 
 def evaluate_value(text: str) -> object:
-    """The value of Python literals, or of sums and multiples of numbers and lists; nothing else is evaluated.
+    """The value of Python literals, or of arithmetic of numbers and lists; nothing else is evaluated.
 
     Raises:
         UserError: anything else.
@@ -49,6 +48,6 @@ def evaluate_value(text: str) -> object:
         except (ArithmeticError, SyntaxError, TypeError):
             pass
     raise UserError(
-        f"the option {text[:80]!r} is not evaluated: fairseq takes it as Python: only numbers, strings, True, False "
-        "and None, and tuples, lists and dictionaries of these, are allowed"
+        f"the option {text[:80]!r}, which fairseq takes as Python, is not evaluated: allowed are numbers, strings, "
+        "True, False, None, and tuples, lists and dictionaries of these"
     )

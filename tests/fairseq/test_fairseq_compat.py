@@ -1,17 +1,13 @@
-"""The repairs of fairseq, each against what it promises: every sentence, no foreign code, no traceback, no noise."""
+"""The repairs of fairseq, each against what it promises: every sentence, no traceback, no noise."""
 
 import argparse
 import io
 import os
-import pickle
 import random
-import shutil
-import signal
 import subprocess
 import sys
 import types
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,27 +15,18 @@ import torch
 from fairseq import checkpoint_utils, options
 from fairseq.data import Dictionary, TokenBlockDataset, data_utils, indexed_dataset, language_pair_dataset
 from fairseq.distributed import utils as distributed_utils
-from fairseq.file_io import PathManager
 from fairseq_cli import generate, preprocess
 from fairseq_cli import train as fairseq_train
 from omegaconf import OmegaConf
+from toy_checkpoints import Pickled, by_allow_list, load, save
 
 import mixtape_plugin
 from mixtape_plugin import errors, fairseq_compat
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.fairseq_compat import checkpoints, safe_globals
-from mixtape_plugin.fairseq_compat.options_as_python import evaluate_value
 
 USER_DIR = os.path.dirname(mixtape_plugin.__file__)
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
 ENVIRONMENT.pop(errors.FULL_TRACEBACK, None)
-by_allow_list = pytest.mark.skipif(not checkpoints.loads_weights_only(), reason="torch < 2.6 has no allow-list")
-
-
-@pytest.fixture(autouse=not checkpoints.loads_weights_only())
-def trust_checkpoints(monkeypatch):
-    """With older torch, the tests about other matters load their own checkpoints."""
-    monkeypatch.setenv(checkpoints.TRUST_CHECKPOINTS, "1")
 
 
 def run_command(name, *args):
@@ -132,226 +119,6 @@ def test_every_sentence_is_batched_into_fixed_shapes(sentences):
 
 
 # ---------------------------------------------------------------------------------------------- checkpoints
-
-
-class Pickled:
-    """Becomes, in a pickle, a call of `function`."""
-
-    def __init__(self, function, *args):
-        self.reduced = (function, args)
-
-    def __reduce__(self):
-        return self.reduced
-
-
-def save(content, path, args=None, cfg=None, **kwargs):
-    """The least that fairseq takes for a checkpoint, with `content` in it."""
-    history = [{"criterion_name": "CrossEntropyCriterion", "num_updates": 1, "lr_scheduler_state": {}}]
-    extra_state = {"train_iterator": {"epoch": 1}, "content": content}
-    state = {"args": args, "cfg": cfg, "model": {}, "optimizer_history": history, "extra_state": extra_state}
-    torch.save(state, path, **kwargs)
-    return str(path)
-
-
-def load(path):
-    return checkpoint_utils.load_checkpoint_to_cpu(str(path))
-
-
-def load_content(path):
-    return load(path)["extra_state"]["content"]
-
-
-def test_options_of_a_checkpoint_run_no_code(tmp_path):
-    """A checkpoint of allow-listed classes alone chooses an architecture of fairseq that evaluates its options."""
-    ran, layers = tmp_path / "ran", "[(8, 3)]"
-    for language in "ab":
-        (tmp_path / f"dict.{language}.txt").write_text("x 1\n")
-
-    def load(layers):
-        model = argparse.Namespace(
-            arch="fconv", _name="fconv", encoder_layers=layers, decoder_layers="[(8, 3)] * 2", decoder_attention="True"
-        )
-        task = {"_name": "translation", "data": str(tmp_path), "source_lang": "a", "target_lang": "b"}
-        history = [{"num_updates": 1, "criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}}]
-        state = {"cfg": {"model": model, "task": task}, "model": {}, "args": None, "optimizer_history": history}
-        state.update(extra_state={"train_iterator": {"epoch": 1}}, task_state={}, last_optimizer_state=None)
-        torch.save(state, tmp_path / "checkpoint.pt")
-        checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "checkpoint.pt")])
-
-    with pytest.raises(UserError, match="the option .*__import__.* is not evaluated"):
-        load(f"__import__('pathlib').Path({str(ran)!r}).touch() or {layers}")
-    assert not ran.exists()
-    with pytest.raises(Exception) as misfit:  # options that are values are taken: its weights are what it lacks
-        load(layers)
-    assert "not evaluated" not in str(misfit.value)
-
-
-def test_what_options_are_evaluated():
-    assert evaluate_value("[(512, 3)] * 2 + [(1, -2)]") == [(512, 3), (512, 3), (1, -2)]
-    assert evaluate_value("(0.9, 0.98)") == (0.9, 0.98)
-    assert evaluate_value("{'data': 'a b'}") == {"data": "a b"}
-    for text in ("9**9", "9* *9", "print(1)", "().__class__", "[1] * x", "1 +", "[0 for x in (1, 2)]"):
-        with pytest.raises(UserError, match="is not evaluated"):
-            evaluate_value(text)
-
-
-@by_allow_list
-@pytest.mark.parametrize("zipped", [True, False])
-@pytest.mark.parametrize("loader", ["load_checkpoint_to_cpu", "load_ema_from_checkpoint"])
-def test_foreign_pickle_is_refused_and_never_runs(tmp_path, loader, zipped):
-    ran = tmp_path / "ran"
-    attack = Pickled(os.system, f"touch {ran}")
-    path = save(attack, tmp_path / "attack.pt", _use_new_zipfile_serialization=zipped)
-    with pytest.raises(UserError, match=r"attack\.pt .*a pickled (posix|nt)\.system, .*could run code"):
-        getattr(checkpoint_utils, loader)(path)
-    assert not ran.exists()
-    pickle.loads(pickle.dumps(attack))  # the attack itself is real
-    assert ran.exists()
-
-
-@by_allow_list
-@pytest.mark.parametrize(
-    "state, name",
-    [
-        (Pickled(eval, "1"), "eval"),
-        (Pickled(getattr, 1, "real"), "getattr"),
-        (Pickled(__import__, "os"), "__import__"),
-        (UserError("any other class"), "mixtape_plugin.errors.UserError"),
-        (np.float64(1), "numpy._core.multiarray.scalar"),
-        (np.array([None]), "numpy.dtype('O8')"),
-        (np.zeros(1, dtype="i4,O"), "numpy.dtype('V12')"),
-        (np.array(["text"]), "numpy.dtype('U4')"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_is_not_on_the_list_is_refused_by_name(tmp_path, state, name):
-    with pytest.raises(UserError) as refusal:
-        load(save(state, tmp_path / "other.pt"))
-    assert f"a pickled {name}, which is not on the list" in str(refusal.value).replace("numpy.core", "numpy._core")
-
-
-@by_allow_list
-def test_arrays_of_a_checkpoint_cannot_take_its_bytes_for_objects(tmp_path):
-    """With numpy's own classes on the list, either of these makes Python objects out of bytes in the file."""
-    plain = np.arange(1)
-    _, _, state = plain.__reduce__()
-    version, shape, _, order, data = state
-    objects = (version, shape, np.dtype("O"), order, data)
-    record = (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0)
-    attacks = {
-        "constructor": Pickled(np.ndarray, (1,), "O", b"\0" * 8),
-        "state": Pickled(np.ndarray, (1,), objects),
-        "dtype": Pickled(np.dtype, "V8", False, True),
-        "dtype state": Pickled(np.dtype, "i8", record),
-    }
-    for name, attack in attacks.items():
-        try:
-            content = load_content(save(attack, tmp_path / f"{name}.pt"))
-        except UserError:
-            continue
-        assert not isinstance(content, np.ndarray) or (content.size == 0 and content.dtype == float), name
-    with pytest.raises(pickle.UnpicklingError):
-        safe_globals._CheckpointArray().__setstate__(objects)
-    number = safe_globals._CheckpointDtype("i8")
-    number.__setstate__(record)
-    assert number.dtype == np.dtype("i8") and number.dtype.fields is None
-
-
-@pytest.mark.parametrize("dtype", ["?", "u1", "i4", "i8", ">i8", "f2", "f4", "f8", ">f8"])
-def test_plain_arrays_survive_a_checkpoint(tmp_path, dtype):
-    for array in np.arange(24).reshape(2, 3, 4), np.asfortranarray(np.eye(3)), np.array(7):
-        saved = array.astype(dtype)
-        loaded = load_content(save(saved, tmp_path / "array.pt"))
-        again = pickle.loads(pickle.dumps(loaded))  # what the next checkpoint will hold
-        assert type(again) is np.ndarray
-        for result in loaded, again:
-            np.testing.assert_array_equal(result, saved)
-            assert result.dtype == saved.dtype.newbyteorder("=")
-
-
-@pytest.mark.parametrize("interruption", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_a_copy_of_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch, interruption):
-    """fairseq's checkpoint_best.pt and checkpoint_last.pt, whatever happens in the middle of copying."""
-    new, last = tmp_path / "checkpoint2.pt", tmp_path / "checkpoint_last.pt"
-    new.write_bytes(b"new" * 1000)
-    last.write_bytes(b"old" * 1000)
-
-    def half(src, dst, *args, **kwargs):
-        Path(dst).write_bytes(Path(src).read_bytes()[:700])
-        raise interruption
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "copyfile", half)
-        expected = UserError if isinstance(interruption, OSError) else KeyboardInterrupt
-        with pytest.raises(expected, match="checkpoint_last.pt .*No space left" if expected is UserError else None):
-            PathManager.copy(str(new), str(last), overwrite=True)
-    assert last.read_bytes() == b"old" * 1000 and sorted(tmp_path.iterdir()) == [new, last]
-    assert PathManager.copy(str(new), str(last), overwrite=True)
-    assert last.read_bytes() == b"new" * 1000 and sorted(tmp_path.iterdir()) == [new, last]
-    (link := tmp_path / "link.pt").symlink_to(last)
-    new.write_bytes(b"newer")
-    assert PathManager.copy(str(new), str(link), overwrite=True)
-    assert link.is_symlink() and last.read_bytes() == b"newer"
-
-
-def test_a_checkpoint_killed_while_it_is_copied(tmp_path):
-    """What a SIGKILL leaves: the one before."""
-    code = """
-import os, shutil, signal, sys
-import mixtape_plugin
-mixtape_plugin.register()
-from fairseq.file_io import PathManager
-
-def half(src, dst, *args, **kwargs):
-    open(dst, "wb").write(b"new")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-shutil.copyfile = half
-PathManager.copy("new.pt", "checkpoint_last.pt", overwrite=True)
-"""
-    (tmp_path / "new.pt").write_bytes(b"new" * 1000)
-    (tmp_path / "checkpoint_last.pt").write_bytes(b"old" * 1000)
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert (tmp_path / "checkpoint_last.pt").read_bytes() == b"old" * 1000
-
-
-@by_allow_list
-@pytest.mark.parametrize(
-    "content", [b"", b"no checkpoint", b"PK\x03\x04 half an archive", b"\x80\x02.", b"\x80\x02]q\0.", "cut"]
-)
-def test_damaged_checkpoint_is_named(tmp_path, content):
-    path = tmp_path / "damaged.pt"
-    save(torch.zeros(1000), path)
-    path.write_bytes(path.read_bytes()[:2000] if content == "cut" else content)
-    with pytest.raises(UserError, match="damaged.pt is damaged or is no checkpoint"):
-        load(path)
-
-
-def test_old_torch_loads_only_for_those_who_trust(tmp_path, monkeypatch):
-    path = save(1, tmp_path / "any.pt")
-    monkeypatch.setattr(checkpoints, "loads_weights_only", lambda: False)
-    monkeypatch.delenv(checkpoints.TRUST_CHECKPOINTS, raising=False)
-    with pytest.raises(UserError, match="MIXTAPE_TRUST_CHECKPOINTS=1"):
-        load(path)
-    monkeypatch.setenv(checkpoints.TRUST_CHECKPOINTS, "1")
-    assert load_content(path) == 1
-
-
-def test_missing_checkpoint_stays_fairseqs_own_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        load(tmp_path / "none.pt")
-
-
-def test_options_as_namespace_and_as_omegaconf_tree(tmp_path):
-    """`args` of older checkpoints, `cfg` with a Namespace of fairseq-train, `cfg` of fairseq-hydra-train."""
-    namespace = argparse.Namespace(arch="transformer", dropout=0.1)
-    tree = OmegaConf.to_container(OmegaConf.create({"model": {"_name": "transformer_lm", "dropout": 0.1}}))
-    for args, cfg in (namespace, None), (None, {"model": namespace}), (None, tree):
-        state = load(save(None, tmp_path / "options.pt", args=args, cfg=cfg))
-        model_options = state["args"] if args else state["cfg"]["model"]
-        assert model_options.dropout == 0.1
 
 
 @by_allow_list

@@ -98,6 +98,18 @@ def test_criterion_equals_fairseqs_own(output_layer, sentence_avg):
             torch.testing.assert_close(value, expected_logs[name], rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("prefix, ntokens", [(0, 9), (1, 7), (3, 3), (5, 1)])
+def test_targets_of_an_ignored_prefix_are_not_counted(prefix, ntokens):
+    """A uniform distribution has the perplexity of the vocabulary, whatever is left out."""
+    dictionary = make_dictionary()
+    model = build_small_model(dictionary=dictionary, output_layer="softmax")
+    torch.nn.init.zeros_(model.decoder.output_projection.weight)
+    criterion = OutputLayerCrossEntropy(SimpleNamespace(target_dictionary=dictionary), False, ignore_prefix_size=prefix)
+    _, sample_size, log = criterion(model, make_sample(dictionary))
+    assert sample_size == log["ntokens"] == ntokens
+    assert log["nll_loss"] / log["ntokens"] == pytest.approx(math.log(len(dictionary)), rel=1e-5)
+
+
 @pytest.mark.parametrize("output_layer", LAYERS)
 def test_reporting_accuracy_draws_nothing(output_layer, monkeypatch):
     """The losses after it are those of a training without it, and it counts what the layer finds without dropout."""

@@ -1,6 +1,5 @@
 """The dialog model in float64: what it reads, step by step as at once, batches as single contexts, any output layer."""
 
-import math
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -318,18 +317,3 @@ def test_dropout_is_retained():
     model.make_generation_fast_(retain_dropout=True)
     scores = [model(*batch)[0] for _ in range(2)]
     assert not torch.equal(*scores)
-
-
-def test_targets_of_an_ignored_prefix_are_not_counted():
-    """A uniform distribution has the perplexity of the vocabulary, with any prefix left out."""
-    model = build_model(**SMALL).eval()
-    nn.init.zeros_(model.decoder.output_projection.weight)
-    target = right_padded(encode(RESPONSES), PAD)
-    net_input = {"src_tokens": right_padded(encode(CONTEXTS), PAD), "src_lengths": None, "prev_output_tokens": target}
-    sample = {"net_input": net_input, "target": target, "ntokens": int(target.ne(PAD).sum())}
-    task = SimpleNamespace(target_dictionary=DICTIONARY)
-    for prefix in (0, 1, 3):
-        criterion = OutputLayerCrossEntropy(task, False, ignore_prefix_size=prefix).eval()
-        loss, sample_size, log = criterion(model, sample)
-        assert log["ntokens"] == sample_size == sum(max(len(line) - prefix, 0) for line in encode(RESPONSES))
-        assert log["nll_loss"] / log["ntokens"] == pytest.approx(math.log(len(DICTIONARY)), rel=1e-5)
