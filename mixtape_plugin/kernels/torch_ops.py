@@ -6,6 +6,7 @@ Shapes: n tokens of a chunk, K components, V vocabulary, S frequent tokens.
 
 from __future__ import annotations
 
+import functools
 from typing import Iterator
 
 import torch
@@ -138,6 +139,28 @@ def mos_smoothing_(
     return -log_target, -log_probs.sum(1), posterior, rho
 
 
+@functools.lru_cache(maxsize=None)
+def normal_quantiles(dtype: torch.dtype) -> Tensor:
+    """Those of a standard normal, at the middles of 2^16 equal parts of (0, 1)."""
+    middles = (torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16
+    return torch.special.ndtri(middles).to(dtype)
+
+
+def add_normal_noise_(values: Tensor, noise: float) -> None:
+    """values += noise · a standard normal number each.
+
+    On a CPU it is one of 2^16 equally likely ones: 64 random bits make four of them, in a third of the time that torch
+    takes for four, and their variance is less than 1 by 2e-5.
+    """
+    if values.is_cuda:
+        values.add_(torch.randn_like(values), alpha=noise)
+        return
+    bits = torch.empty(-(-values.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    index = bits.view(torch.int16)[: values.numel()].to(torch.int32).add_(2**15)
+    numbers = normal_quantiles(values.dtype).index_select(0, index).view_as(values)
+    values.add_(numbers, alpha=noise)
+
+
 def mix_(leaves: Tensor, gates: Tensor, noise: float, out: Tensor) -> None:
     """The sigmoid tree over leaves [K, n, S] with gate logits [K−1, n, S], into out [n, S]; γ stays in ``gates``,
     left − right in the slot of each left child."""
@@ -146,7 +169,7 @@ def mix_(leaves: Tensor, gates: Tensor, noise: float, out: Tensor) -> None:
         for node, left, right in nodes:
             gate = gates[node, rows]
             if noise > 0:
-                gate.add_(torch.randn_like(gate), alpha=noise)
+                add_normal_noise_(gate, noise)
             gate.sigmoid_()
             difference = leaves[left, rows].sub_(leaves[right, rows])
             value = out[rows] if node == 0 else leaves[right, rows]
