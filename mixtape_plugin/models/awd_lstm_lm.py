@@ -13,7 +13,6 @@ import torch
 from fairseq.data import Dictionary
 from fairseq.models import (
     BaseFairseqModel,
-    FairseqIncrementalDecoder,
     FairseqLanguageModel,
     register_model,
     register_model_architecture,
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.models.options import add_options, complete_options
+from mixtape_plugin.models.recurrent_decoder import RecurrentDecoder
 from mixtape_plugin.modules.embedding_dropout import embed_with_dropout
 from mixtape_plugin.modules.locked_dropout import locked_dropout
 from mixtape_plugin.modules.weight_drop import WeightDropLSTM
@@ -87,7 +87,7 @@ def check_vocabulary(saved: str, dictionary: Dictionary, masked_tokens: Sequence
         )
 
 
-class AWDLSTMDecoder(FairseqIncrementalDecoder):
+class AWDLSTMDecoder(RecurrentDecoder):
     """Embedding → LSTM layers with weight drop → output layer.
 
     Word dropout from the embedding, in training normal noise on it (Parthiban et al. 2021), then locked dropouts (one
@@ -129,18 +129,6 @@ class AWDLSTMDecoder(FairseqIncrementalDecoder):
         nn.init.uniform_(self.output_projection.weight, -0.1, 0.1)
         self.states = {}
 
-    def forward(
-        self,
-        prev_output_tokens: Tensor,
-        encoder_out: Optional[dict] = None,
-        incremental_state: Optional[dict] = None,
-        features_only: bool = False,
-        **kwargs,
-    ) -> Tuple[Tensor, dict]:
-        """Scores [B, T, V], or features [B, T, D] with ``features_only``, and what :meth:`extract_features` adds."""
-        features, extra = self.extract_features(prev_output_tokens, incremental_state=incremental_state, **kwargs)
-        return (features if features_only else self.output_layer(features)), extra
-
     def extract_features(
         self,
         prev_output_tokens: Tensor,
@@ -163,8 +151,8 @@ class AWDLSTMDecoder(FairseqIncrementalDecoder):
         """
         if incremental_state is not None:
             prev_output_tokens = prev_output_tokens[:, -1:]
-            states = self.get_incremental_state(incremental_state, "states")
-            states = states and [(states[f"h{i}"], states[f"c{i}"]) for i in range(len(self.layers))]
+            kept = self.kept_state(incremental_state)
+            states = kept and [(kept[f"h{i}"], kept[f"c{i}"]) for i in range(len(self.layers))]
         else:
             states = None if first_segment else self.states.get(stream)
             if states is None and not first_segment:
@@ -188,28 +176,16 @@ class AWDLSTMDecoder(FairseqIncrementalDecoder):
             new_states.append(tuple(part.detach() for part in state))
         if incremental_state is not None:
             kept = {f"{name}{i}": part for i, state in enumerate(new_states) for name, part in zip("hc", state)}
-            self.set_incremental_state(incremental_state, "states", kept)
+            self.keep_state(incremental_state, kept)
         else:
             self.states[stream] = new_states
         return locked_dropout(x, self.dropout, self.training), {"attn": [None], "last_hidden": x}
-
-    def output_layer(self, features: Tensor, **kwargs) -> Tensor:
-        return self.output_projection(features)
-
-    def reorder_incremental_state(self, incremental_state: Optional[dict], new_order: Tensor) -> None:
-        states = self.get_incremental_state(incremental_state, "states")
-        if states is not None:
-            states = {name: part.index_select(0, new_order) for name, part in states.items()}
-            self.set_incremental_state(incremental_state, "states", states)
 
     def upgrade_state_dict_named(self, state_dict: dict, name: str) -> None:
         """Raises UserError for parameters of another vocabulary; fairseq calls it whenever it is about to load some."""
         super().upgrade_state_dict_named(state_dict, name)
         saved = state_dict.setdefault(f"{name}.vocabulary_version", self.vocabulary_version)
         check_vocabulary(bytes(saved.tolist()).hex(), self.dictionary, self.output_projection.masked_tokens)
-
-    def max_positions(self) -> int:
-        return int(1e9)
 
 
 @register_model("awd_lstm_lm")

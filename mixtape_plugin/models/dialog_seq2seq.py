@@ -14,7 +14,6 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.models import (
     FairseqEncoder,
     FairseqEncoderDecoderModel,
-    FairseqIncrementalDecoder,
     register_model,
     register_model_architecture,
 )
@@ -25,6 +24,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from mixtape_plugin.errors import UserError, check_values
 from mixtape_plugin.models.options import add_options, complete_options
+from mixtape_plugin.models.recurrent_decoder import RecurrentDecoder
 from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer, check_dictionary
 
 # Before each utterance of a source line: it is by the speaker of the response, or by the other one.
@@ -132,7 +132,7 @@ class DialogEncoder(FairseqEncoder):
         return int(1e9)
 
 
-class DialogDecoder(FairseqIncrementalDecoder):
+class DialogDecoder(RecurrentDecoder):
     """A recurrent layer that starts from a linear map of the encoder's vector → output layer.
 
     The state is one tensor [B, D], with LSTM [B, 2·D]: h and c.
@@ -149,29 +149,18 @@ class DialogDecoder(FairseqIncrementalDecoder):
             OutputLayerConfig.from_args(args), feature_dim=args.decoder_hidden_size, vocab_size=len(dictionary)
         )
 
-    def forward(
-        self,
-        prev_output_tokens: Tensor,
-        encoder_out: Optional[Dict[str, Tensor]] = None,
-        incremental_state: Optional[dict] = None,
-        features_only: bool = False,
-        **kwargs,
-    ) -> Tuple[Tensor, dict]:
-        """Scores [B, T, V], or features [B, T, D] with ``features_only``, and what fairseq asks of attention: none."""
-        features, extra = self.extract_features(prev_output_tokens, encoder_out, incremental_state)
-        return (features if features_only else self.output_layer(features)), extra
-
     def extract_features(
         self,
         prev_output_tokens: Tensor,
         encoder_out: Optional[Dict[str, Tensor]],
         incremental_state: Optional[dict] = None,
+        **_,
     ) -> Tuple[Tensor, dict]:
         """The recurrent layer's output after dropout, [B, T, D]; step by step only the last column is read."""
         state = None
         if incremental_state is not None:
             prev_output_tokens = prev_output_tokens[:, -1:]
-            state = (self.get_incremental_state(incremental_state, "state") or {}).get("state")
+            state = (self.kept_state(incremental_state) or {}).get("state")
         if state is None:
             state = self.first_state(encoder_out["context"])
         parts = tuple(part.unsqueeze(0).contiguous() for part in state.chunk(self.num_states, dim=-1))
@@ -179,20 +168,8 @@ class DialogDecoder(FairseqIncrementalDecoder):
         features, parts = self.rnn(words, parts if self.num_states > 1 else parts[0])
         if incremental_state is not None:
             state = torch.cat(parts, dim=-1) if self.num_states > 1 else parts
-            self.set_incremental_state(incremental_state, "state", {"state": state.squeeze(0)})
+            self.keep_state(incremental_state, {"state": state.squeeze(0)})
         return self.dropout(features), {"attn": [None]}
-
-    def output_layer(self, features: Tensor, **kwargs) -> Tensor:
-        return self.output_projection(features)
-
-    def reorder_incremental_state(self, incremental_state: Optional[dict], new_order: Tensor) -> None:
-        kept = self.get_incremental_state(incremental_state, "state")
-        if kept is not None:
-            kept = {"state": kept["state"].index_select(0, new_order)}
-            self.set_incremental_state(incremental_state, "state", kept)
-
-    def max_positions(self) -> int:
-        return int(1e9)
 
 
 @register_model("dialog_seq2seq")
