@@ -84,7 +84,12 @@ class OutputLayerCrossEntropy(FairseqCriterion):
         number that is not reported."""
         output_layer_of(model)
         metric = cfg.checkpoint.best_checkpoint_metric
-        if metric in ("accuracy", "bpc") and not getattr(self, f"report_{metric}", False):
+        if metric == "bpc" and not hasattr(self, "report_bpc"):
+            raise UserError(
+                f"--best-checkpoint-metric bpc does not go with --criterion {cfg.criterion._name}, which reports none: "
+                "use ppl, or awd_lstm_cross_entropy with --report-bpc"
+            )
+        if metric in ("accuracy", "bpc") and not getattr(self, f"report_{metric}"):
             raise UserError(f"--best-checkpoint-metric {metric} needs --report-{metric}: add it")
 
     def forward(self, model: BaseFairseqModel, sample: dict, reduce: bool = True) -> Tuple[Tensor, int, dict]:

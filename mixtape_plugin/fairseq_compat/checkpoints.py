@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import shutil
+from typing import Iterable, Optional
 
 import torch
 from fairseq import checkpoint_utils
@@ -89,7 +90,8 @@ def explain_checkpoints_that_do_not_fit() -> None:
                 state = read(*args, **kwargs)
                 saved.append(state["cfg"].get("model") if state.get("cfg") else state.get("args"))
                 if filename == self.cfg.checkpoint.finetune_from_model:
-                    begin_other_parameters_anew(filename, state["model"], self.get_model())
+                    averages = (state.get("extra_state", {}).get(name) for name in ("ema", "ema_fp32_params"))
+                    begin_other_parameters_anew(filename, state["model"], self.get_model(), averages)
                 return state
 
             checkpoint_utils.load_checkpoint_to_cpu = read_and_note
@@ -147,7 +149,9 @@ def check_output_layer(path: str, options: object, model: BaseFairseqModel, new_
                 return  # of another, options of this one say nothing
 
 
-def begin_other_parameters_anew(path: str, weights: dict, model: BaseFairseqModel) -> None:
+def begin_other_parameters_anew(
+    path: str, weights: dict, model: BaseFairseqModel, averages: Iterable[Optional[dict]] = ()
+) -> None:
     """Gives a checkpoint's weights, with which a new training begins, the model's own initial values of what its output
     layer has and the checkpoint's has not, or has in another shape; a line of the log names them.
 
@@ -158,6 +162,7 @@ def begin_other_parameters_anew(path: str, weights: dict, model: BaseFairseqMode
         path: of the checkpoint.
         weights: name -> value, changed in place.
         model: what is trained.
+        averages: of the weights (``--store-ema``), None where there is none; changed in the same way.
     """
     layer = find_output_layer(model)
     if layer is None:
@@ -167,9 +172,10 @@ def begin_other_parameters_anew(path: str, weights: dict, model: BaseFairseqMode
     saved = {name: value for name, value in weights.items() if name.startswith(prefix)}
     kept = {name for name, value in saved.items() if name in wanted and value.shape == wanted[name].shape}
     anew = [name for name in wanted if name not in kept]
-    for name in saved.keys() - kept:
-        del weights[name]
-    weights.update((name, wanted[name].detach().cpu().clone()) for name in anew)
+    for values in (weights, *filter(None, averages)):
+        for name in saved.keys() - kept:
+            values.pop(name, None)
+        values.update((name, wanted[name].detach().cpu().clone()) for name in anew)
     if anew or len(kept) < len(saved):
         names = ", ".join(name[len(prefix) :] for name in anew) or "nothing"
         logger.warning(

@@ -138,6 +138,11 @@ def test_values_at_the_edge_of_what_is_allowed(given, data):
         ("--share-all-embeddings", "--share-all-embeddings requires a joined dictionary"),
         ("--finetune-from-model nowhere.pt", "--finetune-from-model nowhere.pt does not exist"),
         ("--best-checkpoint-metric accuracy", "--best-checkpoint-metric accuracy needs --report-accuracy: add it"),
+        (
+            "--best-checkpoint-metric bpc",
+            "--best-checkpoint-metric bpc does not go with --criterion output_layer_cross_entropy, which reports none: "
+            "use ppl, or awd_lstm_cross_entropy with --report-bpc",
+        ),
         ("--distributed-world-size 2", "world size is 2 but have 0 available devices"),
         (
             "--task multilingual_translation --lang-pairs x-y",

@@ -67,6 +67,26 @@ def test_finetuning_from_a_network_without_this_layer(layer, data, tmp_path):
         assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [[], ["--ema-fp32"]])
+def test_finetuning_with_a_moving_average(precision, data, tmp_path):
+    """The average, too, keeps what both layers have, and begins with the new layer's own values of the rest."""
+    ema = ["--store-ema", "--ema-decay", 0.5, *precision]
+    run("train", *train_args(data, tmp_path / "first", "--output-layer", "mixtape", *ema, "--max-update", 2))
+    checkpoint = tmp_path / "first" / "checkpoint_last.pt"
+    more = ["--output-layer", "mos", "--finetune-from-model", checkpoint, "--max-update", 1, "--lr", 0]
+    run("train", *train_args(data, tmp_path / "second", *more, *ema))
+    before, after = (
+        torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=False) for name in ("first", "second")
+    )
+    for name, average in after["extra_state"]["ema"].items():
+        now, then = after["model"][name], before["extra_state"]["ema"].get(name)
+        if then is None or then.shape != now.shape:
+            torch.testing.assert_close(average, now, rtol=0, atol=0, msg=name)
+        else:  # one step with a decay of .5 from the average to the weights, which do not move
+            torch.testing.assert_close(average, (then + now) / 2, msg=name)
+
+
 def test_finetuning_from_another_shape(caplog):
     """Of the same layer with more components, what does not depend on their number is kept."""
     few, many = build_model(output_layer="mos", num_components=2), build_model(output_layer="mos", num_components=3)
