@@ -16,6 +16,7 @@ from mixtape_plugin.fairseq_compat.checkpoints import (
 from mixtape_plugin.fairseq_compat.command_line import (
     ask_for_the_task_of_a_validation,
     refuse_language_models_that_mask_what_a_search_needs,
+    refuse_options_that_no_model_has,
 )
 from mixtape_plugin.fairseq_compat.data import (
     end_reading_before_the_interpreter,
@@ -65,6 +66,7 @@ def apply() -> None:
     train_bf16_without_xla()
     ask_for_the_task_of_a_validation()
     refuse_language_models_that_mask_what_a_search_needs()
+    refuse_options_that_no_model_has()
     name_the_update_that_diverged()
     keep_float32_weights_in_checkpoints()
     let_amp_use_its_optimizer()

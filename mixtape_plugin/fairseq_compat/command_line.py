@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
+from difflib import get_close_matches
+from typing import Union
+
 from fairseq import options
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.sequence_generator import SequenceGenerator
+from fairseq.trainer import Trainer
+from omegaconf import DictConfig, OmegaConf
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.fairseq_compat.patching import replace
@@ -52,3 +59,37 @@ def refuse_language_models_that_mask_what_a_search_needs() -> None:
         return init_or_refuse
 
     replace(SequenceGenerator, "__init__", wrapper)
+
+
+def refuse_options_that_no_model_has() -> None:
+    """Refuse a misspelled `model.option` of fairseq-hydra-train, where the model is this plugin's.
+
+    fairseq knows the options of models that have a dataclass alone; without, it takes any name and trains without it.
+    A checkpoint's options are not looked at, which may be of an earlier version.
+    """
+
+    def wrapper(init):
+        def init_or_refuse(self, cfg, *args, **kwargs):
+            check_option_names(cfg.model)
+            init(self, cfg, *args, **kwargs)
+
+        return init_or_refuse
+
+    replace(Trainer, "__init__", wrapper)
+
+
+def check_option_names(options: Union[Namespace, DictConfig]) -> None:
+    """Raises UserError for the first name in an omegaconf tree of model options that neither the model's arguments nor
+    its architecture have; a Namespace is of fairseq-train, which has looked itself."""
+    arch = OmegaConf.is_config(options) and options.get("_name")
+    model = ARCH_MODEL_REGISTRY.get(arch)
+    if model is None or not model.__module__.startswith("mixtape_plugin."):
+        return
+    parser, defaults = ArgumentParser(), Namespace()
+    model.add_args(parser)
+    ARCH_CONFIG_REGISTRY[arch](defaults)
+    known = {action.dest for action in parser._actions} | vars(defaults).keys() | {"_name", "arch"}
+    for name in options:
+        if name not in known:
+            similar = "".join(f": {match}?" for match in get_close_matches(name, known, n=1))
+            raise UserError(f"model.{name} is no option of {arch}{similar or ', see docs/output_layers.md'}")

@@ -50,7 +50,8 @@ class MixtapeTransformerLanguageModel(TransformerLanguageModel):
         if args.decoder_layers_to_keep:
             args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
         if getattr(args, "max_target_positions", None) is None:
-            args.max_target_positions = task.args.tokens_per_sample
+            task_options = getattr(task, "args", None) or task.cfg  # which of them depends on the task's age
+            args.max_target_positions = task_options.tokens_per_sample
         embed_tokens = cls.build_embedding(args, task.source_dictionary, args.decoder_input_dim)
         output_layer = build_output_layer(
             OutputLayerConfig.from_args(args),

@@ -31,12 +31,12 @@ def make_task():
     )
 
 
-def build(model=MixtapeTransformerLanguageModel, **options):
+def build(model=MixtapeTransformerLanguageModel, task=None, **options):
     """A small model in float64 with weights large enough for sharp distributions."""
     torch.manual_seed(1)
     args = Namespace(**{**SIZE, "max_target_positions": 8, "gate_dim": 8, **options})
     base_lm_architecture(args)
-    built = model.build_model(args, make_task()).double().eval()
+    built = model.build_model(args, task or make_task()).double().eval()
     for parameter in built.parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(3)
@@ -52,6 +52,16 @@ def test_softmax_is_fairseqs_own(share):
     fairseqs = build(TransformerLanguageModel, share_decoder_input_output_embed=share)
     fairseqs.load_state_dict(parameters)
     torch.testing.assert_close(ours(TOKENS)[0], fairseqs(TOKENS)[0])
+
+
+@pytest.mark.parametrize("place", ["args", "cfg"])
+def test_length_is_the_tasks(place):
+    """Of --tokens-per-sample, which newer tasks than language_modeling keep in ``cfg``."""
+    task = make_task()
+    task.__dict__[place] = SimpleNamespace(tokens_per_sample=11)
+    if place == "cfg":
+        del task.args
+    assert build(task=task, output_layer="mos", max_target_positions=None).max_positions() == 11
 
 
 @pytest.mark.parametrize("relative", [0, 3])
