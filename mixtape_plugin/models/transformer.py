@@ -28,7 +28,7 @@ from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer, 
 
 RATES = (
     *("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop", "decoder_layerdrop"),
-    "quant_noise_pq",
+    *("quant_noise_pq", "quant_noise_scalar"),
 )
 
 

@@ -85,6 +85,7 @@ def error_of(command, *args):
         ("--dropout inf", "--dropout inf is not allowed: from 0 to 1, and finite"),
         ("--encoder-layerdrop 2", "--encoder-layerdrop 2.0 is not allowed: from 0 to 1"),
         ("--decoder-layerdrop nan", "--decoder-layerdrop nan is not allowed: from 0 to 1, and finite"),
+        ("--quant-noise-scalar 2", "--quant-noise-scalar 2.0 is not allowed: from 0 to 1"),
         ("--quant-noise-pq nan", "--quant-noise-pq nan is not allowed: from 0 to 1, and finite"),
         (
             "--encoder-attention-heads 3",
