@@ -78,18 +78,19 @@ def refuse_options_that_no_model_has() -> None:
     replace(Trainer, "__init__", wrapper)
 
 
-def check_option_names(options: Union[Namespace, DictConfig]) -> None:
+def check_option_names(tree: Union[Namespace, DictConfig]) -> None:
     """Raises UserError for the first name in an omegaconf tree of model options that neither the model's arguments nor
     its architecture have; a Namespace is of fairseq-train, which has looked itself."""
-    arch = OmegaConf.is_config(options) and options.get("_name")
+    arch = tree.get("_name") if OmegaConf.is_config(tree) else None
     model = ARCH_MODEL_REGISTRY.get(arch)
     if model is None or not model.__module__.startswith("mixtape_plugin."):
         return
     parser, defaults = ArgumentParser(), Namespace()
     model.add_args(parser)
     ARCH_CONFIG_REGISTRY[arch](defaults)
-    known = {action.dest for action in parser._actions} | vars(defaults).keys() | {"_name", "arch"}
-    for name in options:
+    known = {action.dest for action in parser._actions} | vars(defaults).keys() | {"_name"}
+    for name in tree:
         if name not in known:
-            similar = "".join(f": {match}?" for match in get_close_matches(name, known, n=1))
-            raise UserError(f"model.{name} is no option of {arch}{similar or ', see docs/output_layers.md'}")
+            similar = get_close_matches(name, known, n=1)
+            advice = f": {similar[0]}?" if similar else ", see docs/output_layers.md"
+            raise UserError(f"model.{name} is no option of {arch}{advice}")

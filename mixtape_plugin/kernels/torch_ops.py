@@ -141,7 +141,7 @@ def mos_smoothing_(
 
 @functools.lru_cache(maxsize=None)
 def normal_quantiles(dtype: torch.dtype) -> Tensor:
-    """Those of a standard normal, at the middles of 2^16 equal parts of (0, 1)."""
+    """The standard normal distribution's, at the middles of 2^16 equal parts of (0, 1)."""
     middles = (torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16
     return torch.special.ndtri(middles).to(dtype)
 
@@ -149,8 +149,8 @@ def normal_quantiles(dtype: torch.dtype) -> Tensor:
 def add_normal_noise_(values: Tensor, noise: float) -> None:
     """values += noise · a standard normal number each.
 
-    On a CPU it is one of 2^16 equally likely ones: 64 random bits make four of them, in a third of the time that torch
-    takes for four, and their variance is less than 1 by 2e-5.
+    On a CPU it is one of 2^16 equally likely ones, of which 64 random bits make four: in bfloat16 that takes two fifths
+    of the time of torch's own, in float32 half. Their variance is less than 1 by 2e-5.
     """
     if values.is_cuda:
         values.add_(torch.randn_like(values), alpha=noise)

@@ -77,7 +77,7 @@ def test_finetuning_with_a_moving_average(precision, data, tmp_path):
     more = ["--output-layer", "mos", "--finetune-from-model", checkpoint, "--max-update", 1, "--lr", 0]
     run("train", *train_args(data, tmp_path / "second", *more, *ema))
     before, after = (
-        torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=False) for name in ("first", "second")
+        torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=True) for name in ("first", "second")
     )
     for name, average in after["extra_state"]["ema"].items():
         now, then = after["model"][name], before["extra_state"]["ema"].get(name)

@@ -1,5 +1,6 @@
 """The Triton kernels against formulas in float64: compiled on an NVIDIA GPU, in Triton's interpreter elsewhere."""
 
+import functools
 import inspect
 import math
 import os
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from unittest import mock
 
+import gate_noise
 import pytest
 import torch
 
@@ -478,14 +480,7 @@ def test_saturated_gates(logit):
 # ---------------------------------------------------------------------------------------------- noise
 
 
-def drawn_noise(k=7, n=8, size=500, noise=0.5, dtype=torch.float64):
-    """The normal numbers of one call, [K−1, n, S], and what it computed."""
-    leaves = torch.randn(k, n, size, dtype=dtype, generator=torch.Generator().manual_seed(5)).to(DEVICE)
-    gates = torch.zeros(k - 1, n, size, dtype=dtype, device=DEVICE)
-    out = torch.empty(n, size, dtype=dtype, device=DEVICE)
-    values = leaves.clone()
-    ops.mix_(leaves, gates, noise, out)
-    return torch.logit(gates.cpu()) / noise, (values, leaves, gates, out)
+drawn_noise = functools.partial(gate_noise.drawn_noise, ops, DEVICE)
 
 
 @pytest.fixture
@@ -495,25 +490,14 @@ def large_blocks(monkeypatch, small_blocks):
 
 def test_noise_is_standard_normal(large_blocks):
     torch.manual_seed(0)
-    numbers, _ = drawn_noise()
-    for node in numbers:  # 4000 each; 4.5 standard errors of each moment
-        assert abs(node.mean()) < 4.5 / math.sqrt(4000)
-        assert abs(node.square().mean() - 1) < 4.5 * math.sqrt(2 / 4000)
-        assert abs(node.pow(3).mean()) < 4.5 * math.sqrt(15 / 4000)
-        assert abs(node.pow(4).mean() - 3) < 4.5 * math.sqrt(96 / 4000)
+    gate_noise.assert_standard_normal(drawn_noise()[0])
 
 
 def test_noise_is_independent(large_blocks):
-    """Of every other node, token and column, and of the next call."""
     torch.manual_seed(0)
-    numbers, _ = drawn_noise()
-    again, _ = drawn_noise()
-    streams = torch.cat([numbers.flatten(1), again.flatten(1)])
-    correlation = torch.corrcoef(streams) - torch.eye(len(streams), dtype=torch.float64)
-    assert correlation.abs().max() < 4.5 / math.sqrt(streams.size(1))
-    tokens = numbers.transpose(0, 1).flatten(1)
-    correlation = torch.corrcoef(tokens) - torch.eye(len(tokens), dtype=torch.float64)
-    assert correlation.abs().max() < 4.5 / math.sqrt(tokens.size(1))
+    numbers, again = drawn_noise()[0], drawn_noise()[0]
+    gate_noise.assert_independent(numbers, again)
+    streams = torch.cat([numbers, again])
     # 32 bits make each of the numbers, so that very few are alike by chance; a counter that repeats makes thousands
     assert len(streams.unique()) > 0.999 * streams.numel()
 
