@@ -17,6 +17,7 @@ not give is "unreadable".
 --baseline LAYER adds how far each score is from that layer's, with 95% intervals (perplexities in percent), and how
 likely a difference as large is where there is none: p of Student's and of Welch's t-test ("p Student" and "p Welch" of
 --columns); --differences draws these intervals, a panel for each score of --columns.
+--mean NAME COLUMN… adds a column, of each training the mean of two or more, such as BLEU of two texts.
 --correlate prints Pearson's r of two columns and draws one over the other.
 --name GROUP NAME calls a line of these, and of --plot, by a better name than its flags.
 --overview FILE puts several tables of --groups-csv into one, a line each: how far layers are in the test perplexity (or
@@ -82,6 +83,7 @@ from mixtape_plugin.analysis.results import (
 from mixtape_plugin.analysis.statistics import (
     P_VALUES,
     Group,
+    add_mean,
     compare,
     correlate,
     find_baseline,
@@ -129,6 +131,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=[],
         metavar=("GROUP", "NAME"),
         help="call a group by another name in tables of --groups and in pictures; of the others, --baseline too",
+    )
+    parser.add_argument(
+        "--mean",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("NAME", "COLUMN"),
+        help="a further column, of each training the mean of these",
     )
     parser.add_argument("--baseline", metavar="LAYER", help="also t-tests against this group's (implies --groups)")
     parser.add_argument(
@@ -301,6 +311,10 @@ def report(args: argparse.Namespace) -> str:
     rows = all_rows(args)
     of_groups = args.groups or args.baseline
     known = [*csv_columns(rows), *(("group", "n") if of_groups else ()), *(P_VALUES if args.baseline else ())]
+    means = [name for name, *_ in args.mean]
+    for name, *parts in args.mean:
+        add_mean(rows, name, parts, known)
+    known += means
     by_shown_name = {shown: name for name, shown in SHOWN.items()}
     columns = args.columns and [by_shown_name.get(name, name) for name in split_columns(args.columns, known)]
     flags = []
@@ -313,12 +327,12 @@ def report(args: argparse.Namespace) -> str:
     unknown = [name for name in columns or () if name not in known]
     if unknown:
         raise UserError(f"--columns {unknown[0]} is none of {', '.join(columns_of(rows))}")
-    text, lines, correlation = markdown(rows, columns), [], None
+    text, lines, correlation = markdown(rows, columns or [*columns_of(rows), *means]), [], None
     found = groups(rows)
     rename(found, args.name)
     if of_groups or args.groups_csv:
         baseline = find_baseline(found, args.baseline) if args.baseline else None
-        lines, tests = compare(found, baseline)
+        lines, tests = compare(found, baseline, means)
     if of_groups:
         of_several = {*P_VALUES, *(name for line in lines for name in line if name != "command")}
         alone = [name for name in columns or () if name not in of_several]

@@ -53,6 +53,23 @@ def numbers(rows: Sequence[dict], column: str) -> list:
     return [value for value in values if isinstance(value, (int, float)) and abs(value) < float("inf")]
 
 
+def add_mean(rows: Sequence[dict], name: str, parts: Sequence[str], known: Sequence[str]) -> None:
+    """Gives each training a further column, the mean of its values in others; None where it has not all of them.
+
+    Raises UserError for fewer than two others, one without numbers, or a name that is one of the known columns.
+    """
+    if len(parts) < 2:
+        raise UserError(f"--mean {shlex.join([name, *parts])} is not allowed: a name, and two columns or more")
+    if name in known:
+        raise UserError(f"--mean {name!r} is a column already: choose another name")
+    for part in parts:
+        if not numbers(rows, part):
+            raise UserError(f"--mean {name!r} cannot be of {part!r}: no training has a number there")
+    for row in rows:
+        values = [value for part in parts for value in numbers([row], part)]
+        row[name] = statistics.fmean(values) if len(values) == len(parts) else None
+
+
 def without_seed(command: str) -> list:
     """The words of a command of train.sh without --seed and --save."""
     words, skip = [], False
@@ -222,23 +239,24 @@ def difference_text(column: str, middle: float, low: float | None, high: float |
     return texts[0] + unit + (f" [{texts[1]}, {texts[2]}]" if low is not None else "")
 
 
-def compare(found: Sequence[Group], baseline: Group | None = None) -> tuple:
+def compare(found: Sequence[Group], baseline: Group | None = None, means: Sequence[str] = ()) -> tuple:
     """A line for each group, as a dictionary, and the number of tests that were made.
 
     Columns: ``group``, ``n``, ``command``; mean and, with " sd" and " n" after the name, standard deviation and number
     of what is measured; and of each score its :func:`differences` from the baseline, "…, difference", "…, lowest" and
-    "…, highest", and "p Student, …" and "p Welch, …".
+    "…, highest", and "p Student, …" and "p Welch, …". Columns of :func:`add_mean`, ``means``, are scores, too.
     """
     columns = [name for name in columns_of([row for group in found for row in group.rows]) if name not in NOT_MEASURED]
-    lines, tests = [], 0
-    apart = {column: differences(found, baseline, column) for column in columns if baseline and column in TESTED}
+    columns += means
+    lines, tests, tested = [], 0, {*TESTED, *means}
+    apart = {column: differences(found, baseline, column) for column in columns if baseline and column in tested}
     for group in found:
         line = {"group": group.name, "n": len(group.rows), "command": group.command}
         for column in columns:
             sample = group.sample(column)
             line[column], line[f"{column} sd"] = (sample.mean, sample.std) if sample else (None, None)
             line[f"{column} n"] = sample.n if sample else 0
-            if baseline is None or group is baseline or column not in TESTED:
+            if baseline is None or group is baseline or column not in tested:
                 continue
             ends = apart[column].get(group.name, (None, None, None))
             line.update(zip((f"{column}, {end}" for end in ("difference", "lowest", "highest")), ends))

@@ -295,6 +295,28 @@ def test_groups_on_the_command_line(trainings, capsys, tmp_path):
     }
 
 
+def test_a_mean_of_columns_is_tested_like_a_score(trainings, capsys, tmp_path):
+    (trainings[1] / "rank.json").unlink()  # one of three softmaxes has no mean
+    mean = ["--mean", "both, halved", "train ppl", "rank"]
+    collect_results.main(
+        [*map(str, trainings), *mean, "--baseline", "softmax", "--groups-csv", str(tmp_path / "m.csv")]
+    )
+    first, second = capsys.readouterr().out.split("\n\n", 1)
+    rows, _ = table_of(first)
+    assert [row["both, halved"] for row in rows] == ["225.00", "not run", "227.50", "227.00", "231.25"]
+    (softmax, mixtape), _ = table_of(second)
+    assert softmax["both, halved"] == "226.25 ± 1.77 (n = 2)" and mixtape["both, halved"] == "229.12 ± 3.01"
+    pooled = ((1.25**2 * 2 + 2.125**2 * 2) / 2) ** 0.5  # of two pairs, each 1 degree of freedom
+    half = stats.t.ppf(0.975, 2) * pooled
+    assert mixtape["both, halved, difference"] == f"+2.88 [{2.875 - half:+.2f}, {2.875 + half:+.2f}]"
+    with open(tmp_path / "m.csv", newline="") as file:
+        p = float(list(csv.DictReader(file))[1]["p Student, both, halved"])
+    assert p == pytest.approx(stats.ttest_ind([225, 227.5], [227, 231.25]).pvalue)
+
+    collect_results.main([*map(str, trainings), *mean, "--columns", "both, halved,seed"])
+    assert table_of(capsys.readouterr().out)[0][0] == {"both, halved": "225.00", "seed": "1"}
+
+
 def test_correlation_on_the_command_line(trainings, capsys, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(plt, "close", lambda figure: drawn.append(figure.axes[0]))
@@ -323,6 +345,9 @@ def test_correlation_on_the_command_line(trainings, capsys, tmp_path, monkeypatc
             "at least 3 trainings that have both, there are 2",
         ),
         (["--columns", "test ppl,p Welch"], "--columns p Welch is none of"),  # without a baseline
+        (["--mean", "both", "rank"], "--mean both rank is not allowed: a name, and two columns or more"),
+        (["--mean", "rank", "KLD", "test ppl"], "--mean 'rank' is a column already"),
+        (["--mean", "both", "rank", "layer"], "--mean 'both' cannot be of 'layer': no training has a number there"),
         (["--range", "1", "2"], "--range .* needs --correlate: name two columns"),
         (["--correlate", "rank", "test ppl", "--scatter", "a.txt"], "--scatter a.txt is not allowed"),
         (
