@@ -60,6 +60,7 @@ from typing import Sequence
 import start
 
 from mixtape_plugin.analysis.overview import overview_markdown, read_overview
+from mixtape_plugin.analysis.pages import blocks_of, filled
 from mixtape_plugin.analysis.result_pictures import (
     draw_correlation,
     draw_curves,
@@ -94,10 +95,6 @@ from mixtape_plugin.analysis.statistics import (
 from mixtape_plugin.drawing import PICTURES
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.files import check_outputs, read_lines, write_csv, write_text, writing
-
-BLOCK = "<!-- collect_results.py "
-WITHIN = rf"((?:(?!^{re.escape(BLOCK)}).)*?)"  # not beyond the next block: an end may be missing
-BLOCK_PATTERN = re.compile(rf"(^{re.escape(BLOCK)}{WITHIN} -->\r?\n){WITHIN}(<!-- end -->)", re.DOTALL | re.MULTILINE)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -179,7 +176,11 @@ def write_pages(paths: Sequence[Path]) -> None:
     No page is written before all blocks of all pages have been run; files that blocks write are not taken back.
     """
     texts = {path: "".join(read_lines(path)) for path in paths}
-    asked = {(path, place): args for path, text in texts.items() for place, args in blocks_of(path, text).items()}
+    asked = {
+        (path, place): parse_block(path, words)
+        for path, text in texts.items()
+        for place, words in blocks_of(path, text).items()
+    }
     tables = {path: {} for path in paths}
     for path, place in sorted(asked, key=lambda block: bool(asked[block].overview)):  # last: it reads what others write
         tables[path][place] = report(asked[path, place])
@@ -187,32 +188,15 @@ def write_pages(paths: Sequence[Path]) -> None:
         write_text(path, filled(text, tables[path]))
 
 
-def filled(text: str, tables: dict[int, str]) -> str:
-    """A page's text with other tables, which are given by the places of their blocks."""
-    return BLOCK_PATTERN.sub(lambda block: f"{block[1]}\n{tables[block.start()]}{block[4]}", text)
-
-
-def blocks_of(path: Path, text: str) -> dict[int, argparse.Namespace]:
-    """What each block of a page asks for, by the block's place in the text."""
-    openings = len(re.findall(rf"^{re.escape(BLOCK)}", text, re.MULTILINE))
-    blocks = list(BLOCK_PATTERN.finditer(text))
-    if not blocks or len(blocks) < openings:
-        raise UserError(
-            f"--page {path} has {openings} times {BLOCK!r} and {len(blocks)} whole blocks, "
-            f"{BLOCK}ARGUMENTS --> … <!-- end -->"
-        )
-    asked = {}
-    for block in blocks:
-        said = io.StringIO()
-        try:
-            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-                asked[block.start()] = parse(shlex.split(block[2]))
-        except ValueError as error:
-            raise UserError(f"--page {path}: {block[2]!r} is no list of arguments: {error}") from None
-        except SystemExit:  # by argparse, whose last line says why
-            why = said.getvalue().strip().rpartition("\n")[2].partition("error: ")[2]
-            raise UserError(f"--page {path}: {block[2]!r} is not allowed: {why or '--help'}") from None
-    return asked
+def parse_block(path: Path, words: Sequence[str]) -> argparse.Namespace:
+    """What a block of a page asks for."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            return parse(words)
+    except SystemExit:  # by argparse, whose last line says why
+        why = said.getvalue().strip().rpartition("\n")[2].partition("error: ")[2]
+        raise UserError(f"--page {path}: {shlex.join(words)!r} is not allowed: {why or '--help'}") from None
 
 
 def check(args: argparse.Namespace) -> None:
@@ -314,7 +298,7 @@ def report(args: argparse.Namespace) -> str:
     means = [name for name, *_ in args.mean]
     for name, *parts in args.mean:
         add_mean(rows, name, parts, known)
-    known += means
+        known.append(name)
     by_shown_name = {shown: name for name, shown in SHOWN.items()}
     columns = args.columns and [by_shown_name.get(name, name) for name in split_columns(args.columns, known)]
     flags = []

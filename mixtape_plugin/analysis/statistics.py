@@ -60,7 +60,7 @@ def add_mean(rows: Sequence[dict], name: str, parts: Sequence[str], known: Seque
     """
     if len(parts) < 2:
         raise UserError(f"--mean {shlex.join([name, *parts])} is not allowed: a name, and two columns or more")
-    if name in known:
+    if name in known or any(name in row for row in rows):
         raise UserError(f"--mean {name!r} is a column already: choose another name")
     for part in parts:
         if not numbers(rows, part):

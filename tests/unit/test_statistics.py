@@ -347,6 +347,8 @@ def test_correlation_on_the_command_line(trainings, capsys, tmp_path, monkeypatc
         (["--columns", "test ppl,p Welch"], "--columns p Welch is none of"),  # without a baseline
         (["--mean", "both", "rank"], "--mean both rank is not allowed: a name, and two columns or more"),
         (["--mean", "rank", "KLD", "test ppl"], "--mean 'rank' is a column already"),
+        (["--mean", *(both := ["both", "rank", "KLD"]), "--mean", *both], "--mean 'both' is a column already"),
+        (["--mean", "curve", "rank", "KLD"], "--mean 'curve' is a column already"),
         (["--mean", "both", "rank", "layer"], "--mean 'both' cannot be of 'layer': no training has a number there"),
         (["--range", "1", "2"], "--range .* needs --correlate: name two columns"),
         (["--correlate", "rank", "test ppl", "--scatter", "a.txt"], "--scatter a.txt is not allowed"),
