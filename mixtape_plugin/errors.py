@@ -78,7 +78,7 @@ def is_finite(value: object) -> bool:
     """Whether an option's value holds neither nan nor what is inf in float32; what is no number does not."""
     if isinstance(value, (list, tuple)):
         return all(map(is_finite, value))
-    return not isinstance(value, float) or abs(value) <= LARGEST_FLOAT32  # false for nan
+    return not isinstance(value, Real) or bool(abs(value) <= LARGEST_FLOAT32)  # false for nan
 
 
 def sentence_for_user(error: BaseException | None) -> str | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import glob
 import io
 import os
+import platform
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, Sequence
 
@@ -71,19 +73,22 @@ def make_folder(path: Path) -> None:
 def write_whole(path: str | Path, write: Callable[[Path], None]) -> None:
     """Calls ``write`` with a temporary path beside ``path``, of the same ending, and moves the result into place.
 
-    The temporary path is of this process alone: of two that write one file at once, the last one's is what stays. A
-    link stays one, and its target is replaced. What is neither file nor folder, such as a pipe, is written to.
+    The temporary path is of this process alone: of two that write one file at once, the last one's is what stays. What
+    processes left that were killed on this machine is removed. A link stays one, and its target is replaced. What is
+    neither file nor folder, such as a pipe, is written to.
 
     Raises:
         OSError: that cannot be; its ``filename`` is ``path``.
     """
     place = Path(os.path.realpath(path))
-    part = place.parent / f".{place.stem}.{os.getpid()}.part{Path(path).suffix}"
+    begin, end = f".{place.stem}.{platform.node()}-", f".part{Path(path).suffix}"
+    part = place.parent / f"{begin}{os.getpid()}{end}"
     device = os.path.abspath(path).startswith(DEVICES)
     try:
         if device or os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
             write(Path(path))
             return
+        remove_parts_of_the_dead(place.parent, begin, end)
         write(part)
         os.replace(part, place)
     except OSError as error:
@@ -91,6 +96,24 @@ def write_whole(path: str | Path, write: Callable[[Path], None]) -> None:
     finally:
         with contextlib.suppress(OSError):  # moved, or never made
             part.unlink()
+
+
+def remove_parts_of_the_dead(folder: Path, begin: str, end: str) -> None:
+    """Removes files whose names have the number of a process between ``begin`` and ``end``, which is gone."""
+    for part in folder.glob(f"{glob.escape(begin)}*{glob.escape(end)}"):
+        process = part.name[len(begin) : -len(end)]
+        if process.isdecimal() and not process_lives(int(process)):
+            part.unlink(missing_ok=True)
+
+
+def process_lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is somebody else's
+        pass
+    return True
 
 
 def write_text(path: str | Path, text: str) -> None:

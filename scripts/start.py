@@ -10,6 +10,8 @@ of this checkout: nothing needs to be installed, and a copy that is installed fr
 """
 
 import logging
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Callable
@@ -34,6 +36,11 @@ def run(main: Callable[[], None]) -> None:
     print_user_errors()
     try:
         main()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # what reads the output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own last flush
+        sys.exit(128 + signal.SIGPIPE)  # as a shell says it of other programs
     except OSError as error:
         if error.filename is None:
             raise

@@ -348,7 +348,7 @@ def plan(recipe: argparse.Namespace, arguments: Sequence[str]) -> Variables:
         variables["save"] = f"{save}/finetuned"
     if recipe.updates:
         variables.update(plan_update(recipe, options, name, layer, save))
-    if "float32" in recipe.options and "--fp16" not in extra:
+    if "float32" in recipe.options and not {"--fp16", "--memory-efficient-fp16", "--amp"} & {*extra}:
         variables.update(cpu_precision(bool(options["cpu"]), bool(options["float32"]), variables["save"]))
     if not options["save"] and not options["print"]:
         check_folder(recipe, arguments, save, bool(options.get("finetune")))

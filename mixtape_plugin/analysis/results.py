@@ -32,7 +32,7 @@ ANALYSES = ("rank.json", "predictions.json", "similarity.json", "lenpen.json")
 TEXTS = {
     "valid.txt": {"valid ppl": rf"perplexity {NUMBER}\n", "valid bits/character": rf"{NUMBER} bits a character"},
     "test.txt": {"test ppl": rf"perplexity {NUMBER}\n", "test bits/character": rf"{NUMBER} bits a character"},
-    "test-perplexity.txt": {"test ppl": rf"ppl {NUMBER}\n"},
+    "test-perplexity.txt": {"test ppl": rf"\bppl {NUMBER}(?= \||\n)"},
     "cache_pointer.txt": {"cache pointer": rf"perplexity with cache {NUMBER}\b"},
     "dynamic_evaluation.txt": {"dynamic evaluation": rf"dynamic perplexity {NUMBER}\b"},
 }

@@ -12,6 +12,7 @@ from mixtape_plugin.fairseq_compat.checkpoints import (
     copy_checkpoints_whole,
     explain_checkpoints_that_do_not_fit,
     load_checkpoints_safely,
+    say_which_checkpoint_is_not_written,
 )
 from mixtape_plugin.fairseq_compat.command_line import (
     ask_for_the_task_of_a_validation,
@@ -29,6 +30,7 @@ from mixtape_plugin.fairseq_compat.data import (
 from mixtape_plugin.fairseq_compat.half_precision import (
     keep_float32_weights_in_checkpoints,
     let_amp_use_its_optimizer,
+    refuse_amp_beside_half_precision,
     train_bf16_without_xla,
 )
 from mixtape_plugin.fairseq_compat.options_as_python import evaluate_values_only
@@ -61,9 +63,11 @@ def apply() -> None:
     explain_checkpoints_that_do_not_fit()
     broadcast_plain_options()
     copy_checkpoints_whole()
+    say_which_checkpoint_is_not_written()
     refuse_broken_data()
     refuse_blocks_that_would_be_skipped()
     train_bf16_without_xla()
+    refuse_amp_beside_half_precision()
     ask_for_the_task_of_a_validation()
     refuse_language_models_that_mask_what_a_search_needs()
     refuse_options_that_no_model_has()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -23,7 +24,7 @@ from mixtape_plugin.errors import UserError
 from mixtape_plugin.fairseq_compat.patching import replace
 from mixtape_plugin.fairseq_compat.safe_globals import SAFE_GLOBALS
 from mixtape_plugin.files import write_whole
-from mixtape_plugin.output_layers import find_output_layer
+from mixtape_plugin.output_layers import OutputLayer, find_output_layer
 
 logger = logging.getLogger(__name__)
 TRUST_CHECKPOINTS = "MIXTAPE_TRUST_CHECKPOINTS"
@@ -82,6 +83,15 @@ def explain_checkpoints_that_do_not_fit() -> None:
     fairseq asks to "ensure that the architectures match", at the end of two tracebacks.
     """
 
+    def load(load_state_dict):
+        def load_or_explain(self, state_dict, strict=True, *args, **kwargs):
+            if strict:
+                self.upgrade_state_dict(state_dict)  # as it does itself: names of today
+                check_output_layer_parameters(self, state_dict)
+            return load_state_dict(self, state_dict, strict, *args, **kwargs)
+
+        return load_or_explain
+
     def resume(load_checkpoint):
         def resume_or_explain(self, filename, reset_optimizer=False, *args, **kwargs):
             read, saved = checkpoint_utils.load_checkpoint_to_cpu, []
@@ -118,8 +128,40 @@ def explain_checkpoints_that_do_not_fit() -> None:
 
         return load_or_explain
 
+    replace(BaseFairseqModel, "load_state_dict", load)
     replace(Trainer, "load_checkpoint", resume)
     replace(checkpoint_utils, "load_model_ensemble_and_task", evaluate)
+
+
+def check_output_layer_parameters(model: BaseFairseqModel, weights: dict) -> None:
+    """Raises UserError where the weights are of another output layer than the model's.
+
+    Args:
+        model: nothing is checked where it has no output layer of this plugin.
+        weights: name -> value, of the whole model.
+    """
+    layer = find_output_layer(model)
+    if layer is None:
+        return
+    prefix = prefix_of(layer, model)
+    found = {name[len(prefix) :]: tuple(value.shape) for name, value in weights.items() if name.startswith(prefix)}
+    wanted = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
+
+    def differing(shapes, other):
+        return ", ".join(f"{name} {[*shape]}" for name, shape in shapes.items() if other.get(name) != shape)
+
+    if found and found != wanted:
+        raise UserError(
+            f"the checkpoint's output layer does not fit --output-layer {layer.config.output_layer}: it holds "
+            f"{differing(found, wanted) or 'nothing more'}, the model wants "
+            f"{differing(wanted, found) or 'nothing more'}; give the output-layer options (and the dictionary) it was "
+            "trained with"
+        )
+
+
+def prefix_of(layer: OutputLayer, model: BaseFairseqModel) -> str:
+    """What the names of a layer's parameters begin with in its model."""
+    return next(name for name, module in model.named_modules() if module is layer) + "."
 
 
 def check_output_layer(path: str, options: object, model: BaseFairseqModel, new_training: bool) -> None:
@@ -167,7 +209,7 @@ def begin_other_parameters_anew(
     layer = find_output_layer(model)
     if layer is None:
         return
-    prefix = next(name for name, module in model.named_modules() if module is layer) + "."
+    prefix = prefix_of(layer, model)
     wanted = {prefix + name: value for name, value in layer.state_dict().items()}
     saved = {name: value for name, value in weights.items() if name.startswith(prefix)}
     kept = {name for name, value in saved.items() if name in wanted and value.shape == wanted[name].shape}
@@ -198,15 +240,42 @@ def copy_checkpoints_whole() -> None:
             try:
                 write_whole(dst_path, lambda part: shutil.copyfile(src_path, part))
             except OSError as error:
-                raise UserError(
-                    f"{dst_path} is not written ({error.strerror}): what was there before is as it was"
-                ) from error
+                raise not_written(dst_path, error) from error
             return True
 
         return copy_whole
 
     copy = functools.wraps(PathManager.copy)(wrapper(PathManager.copy))
     PathManager.copy = staticmethod(copy)
+
+
+def say_which_checkpoint_is_not_written() -> None:
+    """Say in one sentence that a checkpoint cannot be written, as on a full disk, and leave no part of it there.
+
+    fairseq writes it beside its place, so what is there is whole; but it ends in five tracebacks that name no file.
+    """
+
+    def wrapper(save):
+        def save_or_say(obj, filename, *args, **kwargs):
+            try:
+                save(obj, filename, *args, **kwargs)
+            except Exception as failure:  # torch raises its own where the disk's is the reason
+                error = failure
+                while error is not None and not isinstance(error, OSError):
+                    error = error.__context__
+                if error is None or not isinstance(filename, str):
+                    raise
+                with contextlib.suppress(OSError):
+                    os.remove(f"{filename}.tmp")
+                raise not_written(filename, error) from failure
+
+        return save_or_say
+
+    replace(checkpoint_utils, "torch_persistent_save", wrapper)
+
+
+def not_written(path: str, error: OSError) -> UserError:
+    return UserError(f"{path} is not written ({error.strerror or error}): what was there before is as it was")
 
 
 def broadcast_plain_options() -> None:

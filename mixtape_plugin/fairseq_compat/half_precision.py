@@ -8,7 +8,9 @@ import torch
 from fairseq import options
 from fairseq.optim.amp_optimizer import AMPOptimizer
 from fairseq.optim.fp16_optimizer import _FP16OptimizerMixin
+from fairseq.trainer import Trainer
 
+from mixtape_plugin.errors import UserError
 from mixtape_plugin.fairseq_compat.patching import replace
 
 
@@ -32,6 +34,24 @@ def train_bf16_without_xla() -> None:
         return parse_bf16_without_tpu
 
     replace(options, "parse_args_and_arch", wrapper)
+
+
+def refuse_amp_beside_half_precision() -> None:
+    """Refuse --amp with --bf16 or --fp16: the model would be of one, and the optimizer of the other.
+
+    fairseq takes --amp with --bf16, and then has no float32 weights: each update is rounded to 8 bits.
+    """
+
+    def wrapper(init):
+        def init_or_refuse(self, cfg, *args, **kwargs):
+            for half in "bf16", "fp16":
+                if cfg.common.amp and getattr(cfg.common, half):
+                    raise UserError(f"--amp and --{half} exclude each other: --amp keeps float32 weights by itself")
+            init(self, cfg, *args, **kwargs)
+
+        return init_or_refuse
+
+    replace(Trainer, "__init__", wrapper)
 
 
 def keep_float32_weights_in_checkpoints() -> None:

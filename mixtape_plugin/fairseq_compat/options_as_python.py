@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import operator
 import re
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ from types import ModuleType
 from mixtape_plugin.errors import UserError
 
 # What literals lack: arithmetic of numbers and lists, as in "[(512, 3)] * 20". No powers, whose size knows no bound.
-ARITHMETIC = re.compile(r"(?:\d[eE]|[\d\s.,()\[\]+/-]|\*(?!\s*\*)|True|False|None)*")
+ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+SIGNS = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+LONGEST = 10_000  # elements of a list that is repeated: such an option has one for each layer
 
 
 def evaluate_values_only() -> None:
@@ -39,15 +42,24 @@ def evaluate_value(text: str) -> object:
         UserError: anything else.
     """
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        pass
-    if ARITHMETIC.fullmatch(text):
-        try:
-            return eval(text, {"__builtins__": {}})
-        except (ArithmeticError, SyntaxError, TypeError):
-            pass
-    raise UserError(
-        f"the option {text[:80]!r}, which fairseq takes as Python, is not evaluated: allowed are numbers, strings, "
-        "True, False, None, and tuples, lists and dictionaries of these"
-    )
+        return value_of(ast.parse(text.strip(), mode="eval").body)
+    except (ValueError, SyntaxError, TypeError, ArithmeticError, RecursionError, MemoryError):  # the last two: too deep
+        raise UserError(
+            f"the option {text[:80]!r}, which fairseq takes as Python, is not evaluated: allowed are numbers, strings, "
+            "True, False, None, and tuples, lists and dictionaries of these"
+        ) from None
+
+
+def value_of(node: ast.expr) -> object:
+    """The value of a parsed expression; raises ValueError or TypeError where it is no literal and no arithmetic."""
+    if isinstance(node, ast.UnaryOp) and type(node.op) in SIGNS:
+        return SIGNS[type(node.op)](value_of(node.operand))
+    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+        left, right = value_of(node.left), value_of(node.right)
+        for repeated, count in (left, right), (right, left):
+            if isinstance(node.op, ast.Mult) and hasattr(repeated, "__len__") and len(repeated) * count > LONGEST:
+                raise ValueError("too long")
+        return ARITHMETIC[type(node.op)](left, right)
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return {ast.List: list, ast.Tuple: tuple}[type(node)](map(value_of, node.elts))
+    return ast.literal_eval(node)

@@ -18,14 +18,19 @@ def score_bytes(dtype: torch.dtype) -> int:
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The type of the matrix products: autocast's where it is on, else the tensor's own."""
+    return autocast_dtype(tensor) or tensor.dtype
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The type that autocast gives a tensor in matrix products; None where it is off, or leaves the tensor alone."""
     device = tensor.device.type
-    if tensor.dtype == torch.float64:  # autocast leaves it alone
-        return tensor.dtype
+    if tensor.dtype == torch.float64:
+        return None
     if hasattr(torch, "get_autocast_dtype"):
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     if device == "cuda":  # older torch has a function for each device
-        return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else tensor.dtype
-    return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else tensor.dtype
+        return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+    return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
 
 
 def gradient_scale(dtype: torch.dtype) -> float:

@@ -18,6 +18,6 @@ def locked_dropout(x: Tensor, p: float, training: bool) -> Tensor:
     if not training or p == 0:
         return x
     if x.dim() < 3:
-        raise ValueError(f"locked dropout needs [batch, time, features], not a tensor of shape {list(x.shape)}")
+        raise ValueError(f"locked dropout needs [batch, time, features], not {x.dim()} dimensions")
     mask = F.dropout(x.new_ones(x.size(0), 1, *x.shape[2:]), p)
     return x * mask

@@ -6,6 +6,7 @@ V vocabulary, S frequent tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Sequence
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.kernels.common import Smoothing
-from mixtape_plugin.kernels.precision import at_least_float32
+from mixtape_plugin.kernels.precision import at_least_float32, autocast_dtype
 from mixtape_plugin.modules.locked_dropout import locked_dropout
 from mixtape_plugin.output_layers.config import OutputLayerConfig
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 # Scores that the eager loss computes at once: 1 GiB in float32, a few times that with what autograd keeps of them. A
 # loss over more of them goes through them in chunks.
 MAX_SCORES = 2**28
-# How fairseq lets a parameter ask for it.
-NO_WEIGHT_DECAY = {"optimizer": {"weight_decay_scale": 0.0}}
 
 
 def cross_entropy(
@@ -66,7 +65,7 @@ class OutputLayer(nn.Module):
     :meth:`forward`. What other code asks of a layer is in the attributes of the class.
 
     Args:
-        config: :class:`~mixtape_plugin.output_layers.OutputLayerConfig`, already checked.
+        config: :class:`~mixtape_plugin.output_layers.OutputLayerConfig`, already checked; the layer keeps a copy.
         feature_dim: D.
         vocab_size: V.
         tied_weight: the input embedding [V, E] to share; without it the layer has its own.
@@ -74,7 +73,8 @@ class OutputLayer(nn.Module):
 
     Raises:
         UserError: without a projection, E differs from D; ``--output-impl fused`` where there is no fused loss.
-        ValueError: ``tied_weight`` has other than V rows, or a masked token is no id, or all are masked.
+        ValueError: D or V is less than 1; ``tied_weight`` is no parameter or has other than V rows; a masked token is
+            no id, or all are masked.
     """
 
     #: Its name in a table.
@@ -105,7 +105,9 @@ class OutputLayer(nn.Module):
         masked_tokens: Sequence[int] = (),
     ):
         super().__init__()
-        self.config = config
+        if min(feature_dim, vocab_size) < 1:
+            raise ValueError(f"{feature_dim} features and {vocab_size} tokens are not allowed: at least 1 of each")
+        self.config = replace(config)
         self.feature_dim = feature_dim
         self.vocab_size = vocab_size
         self.embed_dim = embedding_width(config, feature_dim, tied_weight)
@@ -119,11 +121,15 @@ class OutputLayer(nn.Module):
                 f"--output-impl fused is not allowed: --output-layer {config.output_layer} has no fused loss; "
                 "auto or eager"
             )
+        if tied_weight is not None and not isinstance(tied_weight, nn.Parameter):
+            # it would be neither trained nor saved
+            raise ValueError("a tied embedding must be the nn.Parameter itself, not a copy of it or computed from it")
         if tied_weight is not None and len(tied_weight) != vocab_size:
             raise ValueError(f"a tied embedding needs {vocab_size} rows, one for each token, not {len(tied_weight)}")
-        if not all(0 <= token < vocab_size for token in masked_tokens):
-            raise ValueError(f"masked tokens must be ids from 0 to {vocab_size - 1}, not {list(masked_tokens)}")
-        if len(set(masked_tokens)) == vocab_size:
+        self.masked_tokens = tuple(map(int, masked_tokens))
+        if not all(0 <= token < vocab_size for token in self.masked_tokens):
+            raise ValueError(f"masked tokens must be ids from 0 to {vocab_size - 1}, not {list(self.masked_tokens)}")
+        if len(set(self.masked_tokens)) == vocab_size:
             raise ValueError(f"all {vocab_size} tokens are masked, and one has to be predicted")
         if tied_weight is None:
             tied_weight = nn.Parameter(torch.empty(vocab_size, self.embed_dim))
@@ -132,19 +138,26 @@ class OutputLayer(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocab_size))
         # None leaves no trace in a checkpoint.
         self.context_scale = nn.Parameter(torch.tensor([float(config.context_scale)])) if config.context_scale else None
-        if self.context_scale is not None:
-            self.context_scale.optim_overrides = NO_WEIGHT_DECAY
-        self.masked_tokens = tuple(masked_tokens)
         mask = None
         if self.masked_tokens:
             mask = torch.zeros(vocab_size, dtype=torch.bool)
             mask[list(self.masked_tokens)] = True
         self.register_buffer("vocabulary_mask", mask, persistent=False)
         self.build_parameters()
+        self.set_optim_overrides()
 
     def build_parameters(self) -> None:
         """Makes what a layer has beside ``weight``, ``bias`` and ``context_scale``, from ``self.config`` and the sizes;
         raises UserError for options that do not go with them."""
+
+    def set_optim_overrides(self) -> None:
+        """Has parameters ask fairseq's optimizers for a weight decay or a learning rate of their own."""
+        if self.context_scale is not None:
+            self.context_scale.optim_overrides = {"optimizer": {"weight_decay_scale": 0.0}}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self.set_optim_overrides()  # which copy.deepcopy leaves out
 
     def make_generation_fast_(
         self, retain_dropout: bool = False, retain_dropout_modules: Sequence[str] | None = None, **kwargs
@@ -234,8 +247,8 @@ class OutputLayer(nn.Module):
         With label smoothing, a fused loss alone can be differentiated, its negative log-likelihood cannot.
 
         Raises:
-            ValueError: there is not one target for each context; ε is outside [0, 1), or not 0 where there is but one
-                token to predict.
+            ValueError: there is not one target for each context; features are of another type than the layer, without
+                autocast; ε is outside [0, 1), or not 0 where there is but one token to predict.
         """
         predictable = self.vocab_size - len(set(self.masked_tokens))
         if not 0 <= label_smoothing < 1:
@@ -244,6 +257,8 @@ class OutputLayer(nn.Module):
             raise ValueError(f"label_smoothing {label_smoothing} is not allowed: 0, with one token to predict")
         if features.shape[:-1] != target.shape:
             raise ValueError(f"features {list(features.shape)} need one target each, not {list(target.shape)}")
+        if features.dtype != self.weight.dtype and autocast_dtype(features) is None:
+            raise ValueError(f"features of {features.dtype} do not go with a layer of {self.weight.dtype}")
         impl = self.config.output_impl
         eager = impl == "eager" or (impl == "auto" and not self.has_fused_loss())
         if eager and self.has_locked_dropout:  # its masks are of whole sequences
@@ -300,18 +315,6 @@ class OutputLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.config.output_layer}, D={self.feature_dim}, E={self.embed_dim}, V={self.vocab_size}"
-
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        """Refuses the parameters of another output layer in one sentence, where strict loading lists keys."""
-        found = {k[len(prefix) :]: tuple(v.shape) for k, v in state_dict.items() if k.startswith(prefix)}
-        expected = {k: tuple(v.shape) for k, v in self.state_dict().items()}
-        if found and found != expected:
-            raise UserError(
-                f"the checkpoint's output layer does not fit --output-layer {self.config.output_layer}: "
-                f"it holds {describe(found, expected)}, the model wants {describe(expected, found)}; "
-                "give the output-layer options (and the dictionary) it was trained with"
-            )
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 class MixtureLayer(OutputLayer):
@@ -376,9 +379,3 @@ def embedding_width(config: OutputLayerConfig, feature_dim: int, tied_weight: Te
             f"it must be its width, {width}, or be left out"
         )
     return width
-
-
-def describe(shapes: dict, other: dict) -> str:
-    """The parameters in which one set of names and shapes differs from another, for an error message."""
-    differing = [f"{name} {list(shape)}" for name, shape in shapes.items() if other.get(name) != shape]
-    return ", ".join(differing) or "nothing more"

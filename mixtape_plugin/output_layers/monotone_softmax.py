@@ -86,8 +86,11 @@ class PLIF(MonotoneSoftmax):
         config = self.config
         self.slopes_raw = nn.Parameter(torch.empty(config.plif_pieces), requires_grad=not config.freeze_plif)
         nn.init.normal_(self.slopes_raw, math.log(math.e - 1), config.plif_init_std)
-        if not config.freeze_plif:
-            self.slopes_raw.optim_overrides = {"optimizer": {"lr_scale": config.plif_lr_scale}}
+
+    def set_optim_overrides(self) -> None:
+        super().set_optim_overrides()
+        if not self.config.freeze_plif:
+            self.slopes_raw.optim_overrides = {"optimizer": {"lr_scale": self.config.plif_lr_scale}}
 
     @property
     def scores_per_token(self) -> int:

@@ -14,12 +14,14 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
+from fairseq.models import BaseFairseqModel
 from omegaconf import OmegaConf
 from toy_checkpoints import Pickled, by_allow_list, load, load_content, save
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.fairseq_compat import checkpoints, safe_globals
 from mixtape_plugin.fairseq_compat.options_as_python import evaluate_value
+from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer
 
 
 def test_options_of_a_checkpoint_run_no_code(tmp_path):
@@ -51,7 +53,20 @@ def test_what_options_are_evaluated():
     assert evaluate_value("(0.9, 0.98)") == (0.9, 0.98)
     assert evaluate_value("2*1e-4, 1/1000") == (2e-4, 1e-3)
     assert evaluate_value("{'data': 'a b'}") == {"data": "a b"}
-    for text in ("9**9", "9* *9", "e", "1/0", "print(1)", "().__class__", "[1] * x", "1 +", "[0 for x in (1, 2)]"):
+    assert evaluate_value(" -(1 + 2) ") == -3
+    too_much = ("[0]*99999999999999", "9999999999*[0]", "[1]*9999*9999", "'a'*10**9", "-" * 20000 + "1", "(" * 9999)
+    for text in (
+        *too_much,
+        "9**9",
+        "9* *9",
+        "e",
+        "1/0",
+        "print(1)",
+        "().__class__",
+        "[1] * x",
+        "1 +",
+        "[0 for x in (1, 2)]",
+    ):
         with pytest.raises(UserError, match="is not evaluated"):
             evaluate_value(text)
 
@@ -155,6 +170,28 @@ def test_a_copy_of_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch, int
     assert link.is_symlink() and last.read_bytes() == b"newer"
 
 
+def test_a_checkpoint_for_which_there_is_no_room(tmp_path, monkeypatch):
+    """The sentence, and what was there; torch closes its archive in vain, and raises an error of its own."""
+
+    def full(obj, file, *args, **kwargs):
+        file.write(b"new")
+        try:
+            raise OSError(28, "No space left on device")
+        finally:
+            raise RuntimeError("unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(checkpoint_utils.time, "sleep", lambda seconds: None)  # fairseq tries it three times
+    path = tmp_path / "checkpoint1.pt"
+    path.write_bytes(b"old")
+    with pytest.raises(UserError, match=f"^{path} is not written .No space left on device.: what was there before is"):
+        checkpoint_utils.torch_persistent_save({}, str(path))
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+    monkeypatch.setattr(torch, "save", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        checkpoint_utils.torch_persistent_save({}, str(path))
+
+
 def test_a_checkpoint_killed_while_it_is_copied(tmp_path):
     """What a SIGKILL leaves: the one before."""
     code = """
@@ -198,6 +235,22 @@ def test_old_torch_loads_only_for_those_who_trust(tmp_path, monkeypatch):
         load(path)
     monkeypatch.setenv(checkpoints.TRUST_CHECKPOINTS, "1")
     assert load_content(path) == 1
+
+
+@pytest.mark.parametrize("other", ["softmax", "mos", "moc", "plif"])
+def test_parameters_of_another_layer_are_refused_in_a_sentence(other):
+    def model(name):
+        model = BaseFairseqModel()
+        model.decoder = torch.nn.Module()
+        config = OutputLayerConfig(output_layer=name, gate_dim=3, plif_pieces=4)
+        model.decoder.output_projection = build_output_layer(config, feature_dim=5, vocab_size=8)
+        return model
+
+    weights = model(other).state_dict()
+    with pytest.raises(UserError, match="does not fit --output-layer mixtape: it .* wants gate_embedding .4, 3.,"):
+        model("mixtape").load_state_dict(weights)
+    model("mixtape").load_state_dict(weights, strict=False)
+    model(other).load_state_dict(weights)
 
 
 def test_missing_checkpoint_stays_fairseqs_own_error(tmp_path):

@@ -60,6 +60,13 @@ def error_of(command, *args):
 # -------------------------------------------------------------------------------------------------- options
 
 
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_amp_beside_half_precision(data, save_dir, half):
+    """fairseq trains a bfloat16 model without float32 weights, each update rounded."""
+    sentence = error_of("train", *train_args(data, save_dir, "--cpu", "--amp", f"--{half}", "--max-update", 1))
+    assert sentence == f"--amp and --{half} exclude each other: --amp keeps float32 weights by itself"
+
+
 @pytest.mark.parametrize(
     "given, sentence",
     [

@@ -173,6 +173,17 @@ def test_precision_on_a_cpu(on_cpu, float32, gpus, tmp_path, monkeypatch, capsys
     assert plan_training.cpu_precision(on_cpu, float32, str(tmp_path))["precision"] == []
 
 
+@pytest.mark.parametrize("flag", ["", "--amp", "--fp16", "--memory-efficient-fp16"])
+def test_another_precision_of_fairseqs_is_the_only_one(flag, tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text("flags : avx512_bf16\n")
+    monkeypatch.setenv("MIXTAPE_CPUINFO", str(tmp_path / "cpuinfo"))
+    (tmp_path / "dict.txt").write_text("a 1\n")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["mos", "--data", str(tmp_path), "--cpu", *filter(None, [flag])]
+    variables = plan_training.plan(recipe(options=["float32"]), arguments)
+    assert variables["precision"] == ([] if flag else ["--bf16"])
+
+
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_a_training_keeps_its_precision(gpus, tmp_path, monkeypatch):
     """fairseq refuses to go on with the optimizer of another one."""

@@ -515,3 +515,11 @@ def test_a_table_grows_but_loses_no_row(folder, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="--markdown rows.csv is not allowed, as rows.csv is read, too"):
         collect_results.main(["rows.csv", "--markdown", "rows.csv"])
     assert (tmp_path / "rows.csv").read_bytes() == before
+
+
+def test_the_last_line_of_fairseqs_own_validation(folder):
+    line = (
+        "| INFO | test | valid on 'test' subset | loss 8.801 | nll_loss 8.271 | ppl 308.82 | wps 0 | wpb 552 | bsz 40\n"
+    )
+    row, damaged = collect(folder(train_log=start(), test__perplexity_txt="2026-11-28 00:25:59 " + line))
+    assert row["test ppl"] == 308.82 and not damaged

@@ -1,8 +1,12 @@
 """What is written appears whole or not at all."""
 
 import os
+import platform
+import subprocess
+import sys
 
 import pytest
+from recipes import ROOT
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.files import make_folder, write_text, write_whole, writing
@@ -41,3 +45,19 @@ def test_a_folder_in_the_place_of_a_file(tmp_path):
     assert (tmp_path / "new" / "deep").is_dir()
     with pytest.raises(UserError, match=f"^--out {tmp_path}/file cannot be a folder: File exists$"):
         make_folder(tmp_path / "file")
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    path = tmp_path / "best.one.pt"
+    killed = "import os, sys; from mixtape_plugin.files import write_whole; " + (
+        "write_whole(sys.argv[1], lambda part: (part.write_text('half'), os.kill(os.getpid(), 9)))"
+    )
+    for other in path, tmp_path / "best.pt":
+        subprocess.run([sys.executable, "-c", killed, str(other)], cwd=ROOT)
+    left = {name.rpartition("-")[0]: name for name in os.listdir(tmp_path)}
+    assert len(left) == 2
+    own = f".best.one.{platform.node()}-{os.getpid()}.part.pt"
+    (tmp_path / own.replace(f"-{os.getpid()}", "-1")).write_text("of a process that lives")
+    write_text(path, "whole")
+    mine = f".best.{platform.node()}"
+    assert set(os.listdir(tmp_path)) == {"best.one.pt", own.replace(f"-{os.getpid()}", "-1"), left[mine]}

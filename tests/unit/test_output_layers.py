@@ -6,7 +6,9 @@ Shapes: N tokens, D features, E embedding, K components, V vocabulary, S frequen
 import copy
 import functools
 import math
+import pickle
 
+import numpy as np
 import pytest
 import reference
 import torch
@@ -248,6 +250,49 @@ def test_multiply_adds_are_those_of_the_matrix_products(name):
     assert layer.scores_per_token >= V
 
 
+@pytest.mark.parametrize("impl", ["eager", "fused"])
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_features_of_another_type_are_refused(name, impl):
+    """By the loss as by the scores: not trained in one type, and evaluated in none."""
+    layer, target = build(name, output_impl=impl).float(), random_targets()
+    features = torch.randn(N, D, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="features of torch.bfloat16 do not go with a layer of torch.float32"):
+        layer.loss(features, target)
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(features)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer.loss(features, target)[0].isfinite()
+
+
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_a_layer_has_options_of_its_own(name):
+    """One set of options, changed from layer to layer, is how layers are compared."""
+    config = OutputLayerConfig(output_layer=name, context_scale=2.0)
+    layer = build_output_layer(config, D, V)
+    config.output_layer, config.context_dropout, config.gss_k = "another", 0.9, 100.0
+    assert layer.config == OutputLayerConfig(output_layer=name, context_scale=2.0)
+
+
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_a_copy_asks_for_the_same_rates(name):
+    """torch copies a parameter without its attributes."""
+    layer = build(name, context_scale=2.0, plif_lr_scale=0.5)
+    wanted = {k: p.optim_overrides for k, p in layer.named_parameters() if hasattr(p, "optim_overrides")}
+    assert wanted["context_scale"] == {"optimizer": {"weight_decay_scale": 0.0}} and len(wanted) == 1 + (name == "plif")
+    for other in copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)):
+        for key, parameter in other.named_parameters():
+            assert getattr(parameter, "optim_overrides", None) == wanted.get(key)
+
+
+def test_what_fits_of_another_layer_is_loaded_where_that_is_asked_for():
+    softmax, mixtape = build("softmax"), build("mixtape", output_embed_dim=D)
+    with pytest.raises(RuntimeError, match="Missing key.*gate_embedding"):
+        mixtape.load_state_dict(softmax.state_dict())
+    missing, unexpected = mixtape.load_state_dict(softmax.state_dict(), strict=False)
+    assert "gate_embedding" in missing and not unexpected
+    torch.testing.assert_close(mixtape.weight, softmax.weight, rtol=0, atol=0)
+
+
 def test_fused_is_refused_where_there_is_no_fused_loss(monkeypatch):
     class Plain(OUTPUT_LAYERS["softmax"]):
         fused_loss = OutputLayer.fused_loss
@@ -403,6 +448,7 @@ def test_gate_weight_norm_of_tiny_rows_in_half_precision():
         ({"frequent_ratio": 0.0}, "--frequent-ratio 0.0 .*more than 0 and at most 1"),
         ({"frequent_ratio": 1.5}, "--frequent-ratio 1.5 "),
         ({"frequent_ratio": math.nan}, "--frequent-ratio nan "),
+        ({"output_layer": "gss", "gss_c": np.float32("nan")}, "--gss-c nan is not allowed: any number, and finite"),
         ({"frequent_ratio": 0.01}, "--frequent-ratio 0.01 of 11 tokens"),
         ({"gate_dim": 0}, "--gate-dim 0 .*at least 1"),
         ({"gate_dropout": 1.0}, "--gate-dropout 1.0 .*less than 1"),
@@ -426,6 +472,15 @@ def test_tied_width_is_checked():
 def test_tied_rows_and_masked_ids_are_checked():
     with pytest.raises(ValueError, match=f"needs {V} rows, one for each token, not 16"):
         build("softmax", tied_weight=torch.nn.Parameter(torch.zeros(16, D)))
+    for embedding in torch.zeros(V, D), torch.nn.Parameter(torch.zeros(V, D)) * 1:  # neither trained nor saved
+        with pytest.raises(ValueError, match="a tied embedding must be the nn.Parameter itself"):
+            build("softmax", tied_weight=embedding)
+    for sizes in (0, V), (D, 0):
+        with pytest.raises(ValueError, match=f"^{sizes[0]} features and {sizes[1]} tokens are not allowed: at least 1"):
+            build_output_layer(OutputLayerConfig(output_layer="softmax"), *sizes)
+    for masked in torch.tensor([3, 1]), (3, 1):
+        layer = build_output_layer(OutputLayerConfig(output_layer="softmax"), D, V, masked_tokens=masked)
+        assert layer.masked_tokens == (3, 1)
     for token in -1, V:
         with pytest.raises(ValueError, match=f"ids from 0 to {V - 1}, not .*{token}"):
             build_output_layer(OutputLayerConfig(output_layer="softmax"), D, V, masked_tokens=[3, token])
@@ -447,13 +502,6 @@ def test_label_smoothing_is_checked(impl):
     for value in -0.1, 1.0, math.nan:
         with pytest.raises(ValueError, match=f"label_smoothing {value} is not allowed: from 0 to less than 1"):
             layer.loss(torch.zeros(N, D).double(), random_targets(), label_smoothing=value)
-
-
-@pytest.mark.parametrize("other", ["softmax", "mos", "moc", "plif"])
-def test_parameters_of_another_layer_are_refused_in_a_sentence(other):
-    state = build(other, feature_dim=E).state_dict()
-    with pytest.raises(UserError, match="--output-layer mixtape.*gate_embedding"):
-        build("mixtape", feature_dim=E).load_state_dict(state)
 
 
 @pytest.mark.parametrize("num_components, ratio", [(2, 0.5), (4, 0.1), (5, 1.0)])

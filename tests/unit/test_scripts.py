@@ -1,6 +1,7 @@
 """What all scripts share: the plugin of their checkout, and errors in one sentence."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -38,10 +39,22 @@ def test_a_file_that_cannot_be_written_is_named_in_one_sentence(tmp_path, monkey
     assert os.listdir(tmp_path) == ["folder.csv"]
 
     def no_file():
-        raise BrokenPipeError(32, "Broken pipe")
+        raise ConnectionResetError(104, "Connection reset by peer")
 
-    with pytest.raises(BrokenPipeError):
+    with pytest.raises(ConnectionResetError):
         start.run(no_file)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [1, 1000])
+def test_a_reader_that_has_seen_enough(lines, tmp_path):
+    """`| head`: of more than a pipe holds, and of what is printed as the script ends."""
+    script = f"import start\nstart.run(lambda: print('a line\\n' * 100 * {lines}))"
+    command = [sys.executable, "-c", script]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}/scripts:{ROOT}"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 128 + signal.SIGPIPE
 
 
 @pytest.mark.slow
