@@ -293,6 +293,27 @@ def test_what_fits_of_another_layer_is_loaded_where_that_is_asked_for():
     torch.testing.assert_close(mixtape.weight, softmax.weight, rtol=0, atol=0)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_compiled_and_exported(name):
+    """torch's compiler, up to where it writes code for a processor, and its export give what the layer gives."""
+    dynamo = pytest.importorskip("torch._dynamo")
+    layer, target = build(name), random_targets()
+    features = torch.randn(N, D, dtype=torch.float64, requires_grad=True)
+
+    def loss(features, target):
+        return layer.loss(features, target, label_smoothing=0.1, ignore_index=PAD)[0]
+
+    dynamo.reset()
+    plain, compiled = loss(features, target), torch.compile(loss, backend="aot_eager")(features, target)
+    torch.testing.assert_close(compiled, plain)
+    for ours, theirs in zip(gradients(compiled, layer, features), gradients(plain, layer, features)):
+        torch.testing.assert_close(ours, theirs)
+    exported = torch.export.export(layer.eval(), (features.detach(),)).module()
+    torch.testing.assert_close(exported(features.detach()), layer(features.detach()))
+
+
 def test_fused_is_refused_where_there_is_no_fused_loss(monkeypatch):
     class Plain(OUTPUT_LAYERS["softmax"]):
         fused_loss = OutputLayer.fused_loss
