@@ -103,7 +103,8 @@ def remove_parts_of_the_dead(folder: Path, begin: str, end: str) -> None:
     for part in folder.glob(f"{glob.escape(begin)}*{glob.escape(end)}"):
         process = part.name[len(begin) : -len(end)]
         if process.isdecimal() and not process_lives(int(process)):
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # gone, or somebody else's
+                part.unlink()
 
 
 def process_lives(pid: int) -> bool:
@@ -111,7 +112,7 @@ def process_lives(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # it is somebody else's
+    except (OSError, OverflowError):  # it is somebody else's; no process has such a number
         pass
     return True
 

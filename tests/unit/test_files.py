@@ -56,8 +56,8 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
         subprocess.run([sys.executable, "-c", killed, str(other)], cwd=ROOT)
     left = {name.rpartition("-")[0]: name for name in os.listdir(tmp_path)}
     assert len(left) == 2
-    own = f".best.one.{platform.node()}-{os.getpid()}.part.pt"
-    (tmp_path / own.replace(f"-{os.getpid()}", "-1")).write_text("of a process that lives")
+    kept = [f".best.one.{platform.node()}-{process}.part.pt" for process in (1, 10**30)]  # 1 lives
+    for name in kept:
+        (tmp_path / name).write_text("half")
     write_text(path, "whole")
-    mine = f".best.{platform.node()}"
-    assert set(os.listdir(tmp_path)) == {"best.one.pt", own.replace(f"-{os.getpid()}", "-1"), left[mine]}
+    assert set(os.listdir(tmp_path)) == {"best.one.pt", *kept, left[f".best.{platform.node()}"]}
