@@ -84,11 +84,12 @@ def explain_checkpoints_that_do_not_fit() -> None:
     """
 
     def load(load_state_dict):
-        def load_or_explain(self, state_dict, strict=True, *args, **kwargs):
-            if strict:
-                self.upgrade_state_dict(state_dict)  # as it does itself: names of today
+        def load_or_explain(self, state_dict, *args, **kwargs):
+            try:
+                return load_state_dict(self, state_dict, *args, **kwargs)
+            except RuntimeError:
                 check_output_layer_parameters(self, state_dict)
-            return load_state_dict(self, state_dict, strict, *args, **kwargs)
+                raise
 
         return load_or_explain
 

@@ -54,19 +54,9 @@ def test_what_options_are_evaluated():
     assert evaluate_value("2*1e-4, 1/1000") == (2e-4, 1e-3)
     assert evaluate_value("{'data': 'a b'}") == {"data": "a b"}
     assert evaluate_value(" -(1 + 2) ") == -3
-    too_much = ("[0]*99999999999999", "9999999999*[0]", "[1]*9999*9999", "'a'*10**9", "-" * 20000 + "1", "(" * 9999)
-    for text in (
-        *too_much,
-        "9**9",
-        "9* *9",
-        "e",
-        "1/0",
-        "print(1)",
-        "().__class__",
-        "[1] * x",
-        "1 +",
-        "[0 for x in (1, 2)]",
-    ):
+    too_much = ["[0]*99999999999999", "9999999999*[0]", "[1]*9999*9999", "9**9", "-" * 20000 + "1", "(" * 9999]
+    no_values = ["9* *9", "e", "1/0", "print(1)", "().__class__", "[1] * x", "1 +", "[0 for x in (1, 2)]"]
+    for text in too_much + no_values:
         with pytest.raises(UserError, match="is not evaluated"):
             evaluate_value(text)
 
