@@ -10,11 +10,13 @@ import types
 
 import pytest
 import reference
+import test_output_layer_interface as interface
 import test_output_layers as contract
 import torch
 import torch.nn.functional as F
 from conftest import SENTENCES, generate_args, hypotheses, run, train_args
 from recipes import ROOT, load_script
+from small_layers import PAD, D, V, build, gradients, random_targets
 
 from mixtape_plugin.analysis.results import collect
 from mixtape_plugin.benchmarks import network_benchmark, output_layer_benchmark
@@ -75,28 +77,28 @@ def cubic(scores, bias, norms):
 
 @pytest.mark.parametrize("name, formula", [("fixnorm", fixnorm), ("cubic", cubic)])
 def test_formula_of_the_layers_that_the_page_shows(name, formula):
-    layer = contract.build(name).eval()
-    features, target = torch.randn(7, contract.D, dtype=torch.float64), torch.arange(7)
+    layer = build(name).eval()
+    features, target = torch.randn(7, D, dtype=torch.float64), torch.arange(7)
     norms = layer.weight.pow(2).sum(1).sqrt()
     weights = torch.exp(formula(features @ layer.weight.t(), layer.bias, norms))
     log_probs = (weights / weights.sum(-1, keepdim=True)).log()
     torch.testing.assert_close(layer.log_probs(features), log_probs)
-    expected = reference.label_smoothed_loss(log_probs, target, 0.1, contract.PAD)
-    torch.testing.assert_close(layer.loss(features, target, label_smoothing=0.1, ignore_index=contract.PAD), expected)
+    expected = reference.label_smoothed_loss(log_probs, target, 0.1, PAD)
+    torch.testing.assert_close(layer.loss(features, target, label_smoothing=0.1, ignore_index=PAD), expected)
 
 
 def test_a_map_of_scores_has_a_fused_loss():
-    layer = contract.build("cubic", output_impl="fused")
-    eager = contract.build("cubic", output_impl="eager")
-    features = torch.randn(7, contract.D, dtype=torch.float64, requires_grad=True)
-    target = contract.random_targets()
-    losses = [x.loss(features, target, label_smoothing=0.1, ignore_index=contract.PAD)[0] for x in (layer, eager)]
-    for fused, expected in zip(*(contract.gradients(loss, x, features) for loss, x in zip(losses, (layer, eager)))):
+    layer = build("cubic", output_impl="fused")
+    eager = build("cubic", output_impl="eager")
+    features = torch.randn(7, D, dtype=torch.float64, requires_grad=True)
+    target = random_targets()
+    losses = [x.loss(features, target, label_smoothing=0.1, ignore_index=PAD)[0] for x in (layer, eager)]
+    for fused, expected in zip(*(gradients(loss, x, features) for loss, x in zip(losses, (layer, eager)))):
         torch.testing.assert_close(fused, expected)
     with torch.inference_mode():
         torch.testing.assert_close(
-            layer.loss(features, target, ignore_index=contract.PAD)[0],
-            eager.loss(features, target, ignore_index=contract.PAD)[0],
+            layer.loss(features, target, ignore_index=PAD)[0],
+            eager.loss(features, target, ignore_index=PAD)[0],
         )
 
 
@@ -109,15 +111,15 @@ def test_contract(name):
         contract.test_leading_dimensions_and_single_tokens,
         contract.test_ignored_targets_count_for_nothing,
         contract.test_impossible_targets_stay_finite,
-        contract.test_multiply_adds_are_those_of_the_matrix_products,
+        interface.test_multiply_adds_are_those_of_the_matrix_products,
     ):
         others = [mark.args for mark in test.pytestmark if mark.args[0] != "name"]  # what it is parametrized by
         for values in itertools.product(*(values for _, values in others)):
             test(name, **dict(zip((argument for argument, _ in others), values)))
-    contract.test_tied_weight_is_the_embedding_itself()
+    interface.test_tied_weight_is_the_embedding_itself()
     config = OutputLayerConfig(output_layer=name)
-    masked = build_output_layer(config, contract.D, contract.V, masked_tokens=(0, 4))
-    probs = masked.log_probs(torch.randn(3, contract.D)).exp()
+    masked = build_output_layer(config, D, V, masked_tokens=(0, 4))
+    probs = masked.log_probs(torch.randn(3, D)).exp()
     assert (probs[:, [0, 4]] == 0).all() and (probs[:, 1] > 0).all()
 
 
