@@ -11,7 +11,7 @@ from typing import NamedTuple, Sequence
 import torch
 from torch import Tensor
 
-from mixtape_plugin.kernels.dispatch import elementwise, has_triton
+from mixtape_plugin.kernels.dispatch import elementwise, uses_triton
 from mixtape_plugin.kernels.precision import at_least_float32, gradient_scale, score_bytes
 
 # Scores of a chunk. On a CPU, glibc keeps blocks of up to 32 MiB for the next step; larger ones are given back to the
@@ -45,7 +45,7 @@ def chunks(
     num_tokens: int, scores_per_token: int, dtype: torch.dtype, device: torch.device, rows_per_token: int = 1
 ) -> list:
     """Slices of equal size, but for the last, whose scores fit into :data:`CHUNK_BYTES`, or have :data:`MIN_ROWS`."""
-    budget = CHUNK_BYTES["cuda" if device.type == "cuda" and has_triton() else "cpu"]
+    budget = CHUNK_BYTES["cuda" if uses_triton(device) else "cpu"]
     size = max(budget // (scores_per_token * score_bytes(dtype)), -(-MIN_ROWS // rows_per_token), 1)
     number = max(-(-num_tokens // size), 1)
     size = max(-(-num_tokens // number), 1)

@@ -89,7 +89,8 @@ class Elementwise(Protocol):
             mask: [V], true for tokens that the spread leaves out.
 
         Returns:
-            nll = −log p(target), [n]; spread = Σ_x −log p(x), [n]; r, [n, K]; ρ, [n, K].
+            nll = −log p(target), [n]; spread = Σ_x −log p(x), [n]; r, [n, K]; ρ, [n, K]. Where p(target) is 0, nll is
+            +∞, and r and what depends on it are finite and may differ from module to module.
         """
 
     def mix_(self, leaves: Tensor, gates: Tensor, noise: float, out: Tensor) -> None:
@@ -118,9 +119,14 @@ def has_triton() -> bool:
     return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
 
 
+def uses_triton(device: torch.device) -> bool:
+    """Whether the device is an NVIDIA GPU (8.0 or newer), and Triton is there."""
+    return device.type == "cuda" and has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def elementwise(device: torch.device) -> Elementwise:
-    """The module of elementwise operations for this device: Triton on an NVIDIA GPU (8.0 or newer), else torch."""
-    if device.type == "cuda" and has_triton() and torch.cuda.get_device_capability(device) >= (8, 0):
+    """The module of elementwise operations for this device: Triton's where it :func:`uses_triton`, else torch's."""
+    if uses_triton(device):
         from mixtape_plugin.kernels import triton_ops  # imports triton, which need not be there
 
         return triton_ops

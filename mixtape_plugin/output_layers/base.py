@@ -248,7 +248,8 @@ class OutputLayer(nn.Module):
 
         Raises:
             ValueError: there is not one target for each context; features are of another type than the layer, without
-                autocast; ε is outside [0, 1), or not 0 where there is but one token to predict.
+                autocast, or not [batch, time, D] beside a locked dropout; ε is outside [0, 1), or not 0 where there is
+                but one token to predict.
         """
         predictable = self.vocab_size - len(set(self.masked_tokens))
         if not 0 <= label_smoothing < 1:
@@ -330,7 +331,7 @@ class MixtureLayer(OutputLayer):
 
     @property
     def has_locked_dropout(self) -> bool:
-        return self.training and self.config.locked_context_dropout and self.config.context_dropout > 0
+        return self.drops_out and self.config.locked_context_dropout and self.config.context_dropout > 0
 
     def priors(self, features: Tensor, tokens: Tensor) -> Tensor:
         """π_k, of one token x for each context, [..., K], for analyses; in the layers where x matters π_{x,k}.

@@ -98,7 +98,8 @@ class Mixtape(MixtureLayer):
 
     @classmethod
     def check_dictionary(cls, config: OutputLayerConfig, dictionary: Dictionary) -> None:
-        """With r < 1 counts must be in descending order and not all equal: the frequent tokens are the first ids."""
+        """With r < 1 the frequent tokens are the first ids: their counts must be in descending order, those that follow
+        no higher, and not all equal."""
         if config.frequent_ratio == 1:
             return
         # Past the frequent ids order does not matter: tasks add symbols there, after the padding with counts of 0.

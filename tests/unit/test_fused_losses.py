@@ -11,11 +11,12 @@ import hypothesis.strategies as st
 import pytest
 import reference
 import torch
+from half_precision import assert_rounded_alone
 from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mixtape_plugin.kernels import common
+from mixtape_plugin.kernels import common, dispatch
 from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, build_output_layer
 
 D, E, V, S, PAD = 6, 5, 13, 6, 1
@@ -315,6 +316,17 @@ def test_low_precision_gradients_are_rounded_once(name, again):
         assert torch.equal(found, exact.float().bfloat16())
 
 
+@pytest.mark.parametrize("how", ["bfloat16", "float16", "autocast"])
+@each_smoothing
+@each_case
+def test_half_precision_rounds_and_does_nothing_else(case, label_smoothing, how):
+    """In float16 gradients are multiplied by a power of 2 on their way, and divided by it in the end."""
+    layer = build(case, std=0.5, context_scale=2.0)
+    features, target = torch.randn(21, D), torch.randint(2, V, (21,))
+    with chunk_bytes(1500):
+        assert_rounded_alone(layer, features, target, how, label_smoothing)
+
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -461,16 +473,17 @@ class Memory(TorchDispatchMode):
         self.live -= size
 
 
-@pytest.mark.parametrize("triton", [True, False])
+@pytest.mark.parametrize("triton, capability", [(True, (8, 0)), (True, (7, 5)), (False, (9, 0))])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
-def test_chunks_hold_as_many_tokens_as_their_bytes_allow(device, triton):
+def test_chunks_hold_as_many_tokens_as_their_bytes_allow(device, triton, capability, monkeypatch):
     """32 MiB, with kernels for the GPU 512 MiB, but at least 256 rows of scores, some of which may be of one token."""
-    mib = 512 if device == "cuda" and triton else 32
+    mib = 512 if device == "cuda" and triton and capability >= (8, 0) else 32
+    monkeypatch.setattr(dispatch, "has_triton", lambda: triton)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     cases = (10**6, 10_000, 1), (70, 10_000, 1), (10**4, 250_000, 1), (10**4, 250_000, 15), (0, 2, 1)
     for tokens, scores, rows in cases:
         size = 4 * scores  # in bfloat16, too: softmaxes are computed in float32
-        with mock.patch.object(common, "has_triton", lambda: triton):
-            slices = common.chunks(tokens, scores, torch.bfloat16, torch.device(device), rows)
+        slices = common.chunks(tokens, scores, torch.bfloat16, torch.device(device), rows)
         assert [token for chunk in slices for token in range(chunk.start, chunk.stop)] == list(range(tokens))
         longest = max((chunk.stop - chunk.start for chunk in slices), default=0)
         most = max(mib * 1024**2 // size, -(-256 // rows))

@@ -215,6 +215,25 @@ def test_locked_context_dropout_shares_its_mask_over_time(name):
         layer(torch.randn(N, D, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("impl", ["eager", "fused"])
+def test_a_retained_locked_dropout_takes_whole_sequences(impl):
+    """As in training: the loss of seed 0 is that of the scores of seed 0."""
+    layer = build("moc", output_impl=impl, context_dropout=0.5, locked_context_dropout=True).eval()
+    layer.make_generation_fast_(retain_dropout=True)
+    features, target = torch.randn(2, 4, D, dtype=torch.float64), torch.randint(V, (2, 4))
+    torch.manual_seed(0)
+    expected = F.nll_loss(layer.log_probs(features).flatten(0, 1), target.flatten(), reduction="sum")
+    torch.manual_seed(0)
+    torch.testing.assert_close(layer.loss(features, target)[0], expected)
+
+
+def test_dropout_is_retained_in_the_modules_that_are_named():
+    layer = build("moc", context_dropout=0.5).eval()
+    for modules, retained in (["MixtureOfContexts"], True), (["TransformerDecoder"], False), (None, True), ([], False):
+        layer.make_generation_fast_(retain_dropout=True, retain_dropout_modules=modules)
+        assert layer.drops_out == retained
+
+
 def test_mos_with_one_component_is_a_softmax_of_its_context():
     mos, moc = build("mos", num_components=1).eval(), build("moc", num_components=1).eval()
     features = torch.randn(N, D, dtype=torch.float64)

@@ -11,6 +11,7 @@ from unittest import mock
 import gate_noise
 import pytest
 import torch
+from half_precision import assert_rounded_alone
 
 from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, build_output_layer
 
@@ -575,23 +576,9 @@ def test_fused_losses_over_the_kernels(name, label_smoothing, masked, small_chun
 def test_fused_losses_over_the_kernels_in_half_precision(name, how, small_chunks):
     """Against the formula in float64. A GPU adds up products in float32 by an operation of its own."""
     layer = build_small(name, context_scale=2.0, plif_pieces=8)  # few: a rounded score may be on the next piece
-    dtype = torch.bfloat16 if how == "autocast" else getattr(torch, how)
-    features = torch.randn(21, 12, device=DEVICE).to(dtype).float()
+    features = torch.randn(21, 12, device=DEVICE)
     target = torch.randint(2, 30, (21,), device=DEVICE)
-    layer.to(dtype).double()  # rounded once for both
-
-    def gradients(features):
-        features.requires_grad_()
-        loss, _ = layer.loss(features, target, label_smoothing=0.1)
-        return [x.double() for x in (loss, *torch.autograd.grad(loss, [features, *layer.parameters()]))]
-
-    expected = gradients(features.double())
-    layer.config.output_impl = "fused"
-    layer.to(torch.float32 if how == "autocast" else dtype)
-    with torch.autocast(DEVICE, torch.bfloat16, enabled=how == "autocast"):
-        actual = gradients(features.to(torch.float32 if how == "autocast" else dtype))
-    for found, exact in zip(actual, expected):
-        assert (found - exact).norm() <= 8 * torch.finfo(dtype).eps * exact.norm()
+    assert_rounded_alone(layer, features, target, how, label_smoothing=0.1)
 
 
 # ---------------------------------------------------------------------------------------------- compiler and GPU

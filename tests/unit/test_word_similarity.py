@@ -58,6 +58,7 @@ def test_similarity_by_hand():
     assert found.rho == pytest.approx(0.8)  # ranks 4 2 1 3 against 4 3 1 2: 1 − 6·2/(4·15)
     assert found.interval[0] < found.rho <= found.interval[1] <= 1
     assert similarity(embedding, dictionary, pairs) == found
+    assert similarity(embedding, dictionary, pairs[1:]).rho == pytest.approx(0.5)  # ranks 2 1 3 against 3 1 2
     assert similarity(embedding, dictionary, pairs[2:]).rho is None
     assert similarity(embedding, dictionary, [(a, b, 1.0) for a, b, _ in pairs]).rho is None
 
