@@ -17,7 +17,8 @@ DEVICES = ("/dev/", "/proc/")  # such as /dev/stdout, which may lead to a file
 
 
 def read_lines(path: str | Path) -> list[str]:
-    """The lines of a UTF-8 file with their ends; only \\n is one, for BLEU counts lines.
+    """The lines of a UTF-8 file with their ends, without a mark of the byte order; only \\n is an end, for BLEU counts
+    lines.
 
     Raises:
         UserError: it is missing, empty or, in the line named, no UTF-8.
@@ -33,6 +34,7 @@ def read_lines(path: str | Path) -> list[str]:
         raise UserError(f"{path}, line {len(lines) + 1} is not UTF-8 text: {error.reason}") from None
     if not lines:
         raise UserError(f"{path} is empty")
+    lines[0] = lines[0].lstrip("\ufeff")  # which spreadsheets put there
     return lines
 
 
@@ -141,7 +143,7 @@ def read_csv(path: str | Path, columns: Iterable[str], otherwise: str) -> list[d
         UserError: the file cannot be read, is no UTF-8 or no CSV file; it has no row or lacks one of the columns, of
             which ``otherwise`` says what to do; a name stands twice; a row has other cells than the first line.
     """
-    text = "".join(read_lines(path)).lstrip("\ufeff")  # which spreadsheets put there
+    text = "".join(read_lines(path))
     try:
         reader = csv.DictReader(io.StringIO(text, newline=""))
         rows = list(reader)

@@ -69,8 +69,10 @@ from mixtape_plugin.analysis.result_pictures import (
     draw_overview,
 )
 from mixtape_plugin.analysis.results import (
+    CURVE,
     NOT_RUN,
     SHOWN,
+    UNKNOWN,
     collect,
     columns_of,
     csv_columns,
@@ -245,13 +247,20 @@ def all_rows(args: argparse.Namespace) -> list[dict]:
         found.append(row)
         for sentence in damaged:
             print(f"collect_results.py: {sentence}", file=sys.stderr)
-    rows = {}
-    for row in found:  # a folder, and the CSV file that has its row: no two seeds
-        key = os.path.abspath(row["folder"]), row["command"]
-        if key in rows:
+    rows, places = [], {}
+    for row in found:  # a folder and the CSV file that has its row, or a copy, which has its curve: no two seeds
+        keys = [(os.path.abspath(row["folder"]), row["command"])]
+        if row["curve"] and row["command"] != UNKNOWN:
+            keys.append((row["command"], row["seed"], row["commit"], csv_row(row)[CURVE]))
+        place = next((places[key] for key in keys if key in places), None)
+        if place is None:
+            place = len(rows)
+            rows.append(row)
+        else:
             print(f"collect_results.py: {row['folder']} is given twice; the last one counts", file=sys.stderr)
-        rows[key] = row
-    rows = [row for row in rows.values() if all(has(row["command"], text) for text in args.where)]
+            rows[place] = row
+        places.update(dict.fromkeys(keys, place))
+    rows = [row for row in rows if all(has(row["command"], text) for text in args.where)]
     if not rows:
         raise UserError(f"--where {' '.join(args.where)} is in no training's command")
     rows = [row for row in rows if not any(has(row["command"], text) for text in args.without)]

@@ -63,6 +63,7 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 case $out in *[,:]*) die "--out $out has a comma or a colon, at which fairseq takes a name apart: choose another one" ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source examples/lib/jobs.sh
 
 if [ $setup = yes ]; then
   scripts/setup.sh
@@ -132,9 +133,9 @@ train() { # train LAYER
     --encoder-layers 1 --decoder-layers 1 --output-layer "$layer" "${flags[@]}" --dropout 0 --criterion output_layer_cross_entropy \
     --optimizer adam --adam-betas '(0.9, 0.98)' --lr 5e-3 --clip-norm 1 --lr-scheduler polynomial_decay --warmup-updates 100 --total-num-update "$updates" \
     --max-update "$updates" --max-tokens 1024 --seed 1 --num-workers 0 --no-epoch-checkpoints --log-format simple --log-interval 50 \
-    2>&1 | tee -a "$out/$layer/train.log" |
-    sed -nu "s/.*train_inner.* ppl=\([0-9.]*\), wps=\([0-9.]*\),.*num_updates=\([0-9]*\),.*/$layer\tupdate \3 of $updates\tperplexity \1\t\2 tokens\/s/p" ||
-    die "training $layer failed: $(grep -v '^ ' "$out/$layer/train.log" | tail -n 1)"
+    2>&1 | tee -ia "$out/$layer/train.log" |
+    sed -nu "s/.*train_inner.* ppl=\([0-9.]*\), wps=\([0-9.]*\),.*num_updates=\([0-9]*\),.*/$layer\tupdate \3 of $updates\tperplexity \1\t\2 tokens\/s/p" &
+  last_job || die "training $layer failed: $(grep -v '^ ' "$out/$layer/train.log" | tail -n 1)"
   touch "$out/$layer/trained"
 }
 say "training ${layers[*]}, $updates updates each"
@@ -144,6 +145,8 @@ for ((i = 0; i < ${#layers[@]}; i += 2)); do # two at once
     train "$layer" &
     jobs+=($!)
   done
+  trap 'kill "${jobs[@]}" 2>/dev/null || true; wait; exit 143' TERM HUP
+  trap 'kill "${jobs[@]}" 2>/dev/null || true; wait; exit 130' INT
   failed=no
   for job in "${jobs[@]}"; do wait "$job" || failed=yes; done
   [ $failed = no ] || exit 1

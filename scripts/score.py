@@ -6,6 +6,7 @@
 
 Both files are detokenized text, one sentence a line. The variants of BLEU differ by up to 2 for one translation:
     13a, intl, 13a lower-cased    sacrebleu's own tokenizers, on the text as it is
+    zh                            sacrebleu's own for Chinese, where the others take a sentence for a word
     tokenized                     after Moses punctuation normalization and tokenization (WMT papers before sacrebleu)
     tokenized, compounds split    the same with a-b written as a ##AT##-##AT## b (En-De since Vaswani et al. 2017)
     lower-cased tokens            Moses normalization and tokenization in lower case, against references that have
@@ -88,6 +89,8 @@ def score(
     add("BLEU 13a", BLEU(tokenize="13a"))
     add("BLEU intl", BLEU(tokenize="intl"))
     add("BLEU 13a lower-cased", BLEU(tokenize="13a", lowercase=True))
+    if re.match("zh([-_]|$)", target_lang):
+        add("BLEU zh", BLEU(tokenize="zh"))  # sacrebleu's own for it: the others take a sentence for a word
     moses = f"sacremoses {sacremoses.__version__} ({target_lang}) normalization with line ends and tokenization"
     # force: sacrebleu would warn of tokenized input, which is what this variant is
     add("BLEU tokenized", BLEU(tokenize="none", force=True), moses, lambda lines: moses_tokenize(lines, target_lang))

@@ -129,15 +129,18 @@ evaluate_translation() {
     die "--tune-lenpen is '$tune_lenpen', allowed are numbers, 0 or more, such as '1 1.5 2'"
   [ -z "$valid$tune_lenpen" ] || [ -f "$data/text/raw.valid.$1" ] ||
     die "$data/text/raw.valid.$1, which --valid and --tune-lenpen score, is no file; run prepare.sh first"
+  local trained
+  trained=$(sed -n 's/.* | \[\([^]]*\)\] dictionary: [0-9]* types$/\1/p' "$save/train.log" 2>/dev/null | tail -n 1) || true
+  [ "${trained:-$1}" = "$1" ] || die "--data $data is for $1, and $save/train.log says that it translates to $trained"
   local tokens=$data/text/lower-cased-tokens.test.$1
   [ ! -f "$tokens" ] || references+=(--lower-cased-tokens "$tokens")
 
-  local before="" analyses=({rank,predictions,similarity}.json)
+  local before="" analyses=({rank,predictions,similarity}.json) results=(lenpen{,.json} {test,valid}.hyp {,valid-}score.{txt,json})
   [ ! -f "$save/average.pt" ] || before=$(checksum md5 "$save/average.pt")
   python "$root/scripts/average_checkpoints.py" --last "${last:-$2}" "$save" --by "$3" --output "$save/average.pt"
-  [ "$(checksum md5 "$save/average.pt")" = "$before" ] || rm -f "${analyses[@]/#/$save/}" # of another model
-  rm -rf "$save"/{lenpen,lenpen.json,test-perplexity.txt,{test,valid}.hyp,{,valid-}score.{txt,json}} # of the average before
-  test_perplexity "${flags[@]}"
+  [ "$(checksum md5 "$save/average.pt")" = "$before" ] || rm -rf "${analyses[@]/#/$save/}" "${results[@]/#/$save/}" # of another model
+  test_perplexity "${flags[@]}" # fails with data of another dictionary, before anything that is there is lost
+  rm -rf "${results[@]/#/$save/}"
   translate "$1" test test generate.log "${flags[@]}"
   scores "$1" test "" "${references[@]}"
   if [ -n "$valid" ]; then

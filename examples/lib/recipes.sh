@@ -111,8 +111,8 @@ local_copy() { # local_copy FOLDER NAME...: the first that is there, plain or .g
   done
   return 1
 }
-plain() { # no carriage returns, and a last line that ends: what counts as a line is then the same for every tool
-  case $1 in *.gz) gzip -dc "$1" ;; *) cat "$1" ;; esac | iconv -f UTF-8 -t UTF-8 | tr -d '\r' | awk 1
+plain() { # no mark of the byte order, no carriage returns, and a last line that ends: a line is then the same for every tool
+  case $1 in *.gz) gzip -dc "$1" ;; *) cat "$1" ;; esac | iconv -f UTF-8 -t UTF-8 | sed $'1s/^\xef\xbb\xbf//' | tr -d '\r' | awk 1
 }
 copy() { # copy SOURCE FILE: FILE holds SOURCE; what was made of another SOURCE is kept, and refused
   if [ -f "$2" ]; then

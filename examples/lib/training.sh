@@ -1,6 +1,7 @@
 # What train.sh of all examples share; they source it, with $root set.
 
 source "$root/examples/lib/recipes.sh"
+source "$root/examples/lib/jobs.sh"
 
 command=$(printf ' %q' "${0#"$root/"}" "$@") command=${command# } # as it was typed
 
@@ -37,7 +38,8 @@ fairseq_train() {
   mkdir -p "$save"
   [ -w "$save" ] || die "--save $save cannot be written to"
   [ "${SLURM_PROCID:-0}" = 0 ] || log=/dev/null # of several tasks of srun the first keeps the log
-  { echo "train.sh: commit $(commit), on $(hardware), command $command"; "$@"; } 2>&1 | tee -a "$log"
+  { echo "train.sh: commit $(commit), on $(hardware), command $command"; exec "$@"; } 2>&1 | tee -ia "$log" &
+  last_job
 }
 
 hardware() { # the processor, how many threads fairseq-train may have, and a GPU

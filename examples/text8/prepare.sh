@@ -14,7 +14,7 @@ source "$root/examples/lib/language_modeling.sh"
 from="" out=data-bin/text8 characters=90000000,5000000,5000000 dict="" workers=2
 options "from out characters workers" "$@"
 positive --workers "$workers"
-[[ $characters =~ ^[1-9][0-9]*,[1-9][0-9]*,[1-9][0-9]*$ ]] ||
+[[ $characters =~ ^([1-9][0-9]{0,11},){2}[1-9][0-9]{0,11}$ ]] ||
   die "--characters is '$characters', allowed are three positive whole numbers with commas between them"
 IFS=, read -r train valid test <<<"$characters"
 from_folder

@@ -38,8 +38,13 @@ TEXTS = {
 }
 SCORES = {"score.json": "", "valid-score.json": "valid "}  # -> what is put before the metrics' names
 LAST_UPDATES = 4000  # over which Yang et al. 2018 average the train perplexity on One Billion Word
-PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}  # by which flag of fairseq-train; without them it is float32
+PRECISIONS = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float16 autocast": "amp",
+}  # by which flag of fairseq-train; without them it is float32
 START = "train.sh: commit "  # begins the line that train.sh writes before each start of fairseq-train
+CONFIGURATION = r"[-\d]+ [:\d]+ \| INFO \| fairseq_cli\.train \| \{"  # begins what fairseq-train says first
 
 
 def log_records(text: str) -> Iterator[tuple]:
@@ -109,8 +114,23 @@ def train_perplexity(records: Iterable[tuple], several_shards: bool) -> float | 
     return train[best[1]] if best else None
 
 
+def starts_of(text: str) -> list[str]:
+    """What each start of fairseq-train wrote into a log, from train.sh's line on or, without that, from the
+    configuration; but for starts that trained nothing, such as refused commands, unless no other is there."""
+    starts = []
+    for part in re.split(f"(?={re.escape(START)}|{CONFIGURATION})", text):
+        if starts and starts[-1].startswith(START) and not re.search(CONFIGURATION, starts[-1]):
+            starts[-1] += part
+        else:
+            starts.append(part)
+    trained = [start for start in starts if "done training in " in start or next(log_records(start), None)]
+    return trained or starts
+
+
 def from_log(text: str) -> dict:
     """The columns that train.log has. A training that was resumed is one, whose last start counts."""
+    parts = starts_of(text)
+    text = "".join(parts)
     row = {"ended": "yes" if re.search(r"done training in [\d.]+ seconds\n\Z", text) else "no"}
     config = {
         "layer": r"output_layer='([\w-]+)'",
@@ -154,7 +174,7 @@ def from_log(text: str) -> dict:
     row["tokens/s"] = statistics.median(speeds) if speeds else None
     epochs = values("train_wall", "train")  # without validation and saving
     row["s an epoch"] = statistics.median(epochs) if epochs else None
-    walls = [values("wall", "train_inner", "train", of=log_records(part)) for part in text.split(START)]
+    walls = [values("wall", "train_inner", "train", of=log_records(part)) for part in parts]
     row["wall s"] = sum(max(wall) for wall in walls if wall) or None  # fairseq's clock begins anew with each start
     return row
 

@@ -310,7 +310,10 @@ def groups_markdown(
         return text if line[f"{name} n"] == line["n"] else f"{text} (n = {line[f'{name} n']})"
 
     text = table(shown, ([value(line, name) for name in shown] for line in lines))
-    text += "\nMean ± sample standard deviation of n trainings that differ in their seed alone.\n"
+    differ = all(len({row["seed"] for row in group.rows}) == len(group.rows) for group in found)
+    text += (
+        f"\nMean ± sample standard deviation of n trainings{' that differ in their seed alone' if differ else ''}.\n"
+    )
     if compared:
         text += (
             f"difference: from {baseline.name}, with 95% intervals that hold together (Bonferroni), "

@@ -231,10 +231,15 @@ def test_train_and_evaluate(prepared, tmp_path):
     (save / "rank.json").write_text('{"columns": {"rank": 5}}')
     broken = recipes.stub(tmp_path / "broken", fairseq_validate="echo no memory; exit 1")
     for last, kept in ((5, True), (4, False)):
-        assert mistake("evaluate.sh", save, "--data", prepared, "--last", last, MIXTAPE_VENV=broken).endswith(
-            "no memory"
-        )
-        assert (save / "rank.json").exists() == kept and not (save / "score.json").exists()
+        sentence = mistake("evaluate.sh", save, "--data", prepared, "--last", last, MIXTAPE_VENV=broken)
+        assert sentence.endswith("no memory")
+        assert (save / "rank.json").exists() == (save / "score.json").exists() == kept
+
+    french = tmp_path / "french"
+    (french / "text").mkdir(parents=True)
+    (french / "text" / "raw.test.fr").write_text("un chien\n")
+    message = f"evaluate.sh: --data {french} is for fr, and {save}/train.log says that it translates to de"
+    assert mistake("evaluate.sh", save, "--data", french) == message
 
 
 def true_bits(path, data):

@@ -87,4 +87,6 @@ def test_text8_refuses_mistakes(tmp_path):
     (tmp_path / "text8").write_text("abc D1")
     message = f"prepare.sh: {tmp_path}/out/text/text8 is not text8: 2 of its bytes are neither a to z nor the space"
     assert mistake(*flags) == message
-    assert "--characters is '1,2', allowed are three" in mistake(*flags, "--characters", "1,2")
+    for characters in "1,2", "9223372036854775807,1,1":
+        message = f"--characters is '{characters}', allowed are three"
+        assert message in mistake(*flags, "--characters", characters)

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -179,6 +180,32 @@ def test_resumed_training(folder):
     )
 
 
+def test_a_start_that_trained_nothing_changes_nothing(folder):
+    """A mistyped command in a finished training's folder, and one that is refused because the layer is another."""
+    log = start() + epoch(1, 274, 200.5) + DONE
+    expected, _ = collect(folder("before", train_log=log))
+    mistyped = start().splitlines()[0].replace("3be862a", "48f452b") + " --patiens 3\nfairseq-train: error: no such\n"
+    refused = start("softmax", seed=9, parameters="1").replace("EPYC", "Xeon") + "RuntimeError: does not fit\n"
+    row, damaged = collect(folder("after", train_log=log + mistyped + refused))
+    assert damaged == [] and {**row, "folder": "", "training": ""} == {**expected, "folder": "", "training": ""}
+    row, _ = collect(folder("never", train_log=mistyped + refused))  # none is better: what was tried is told
+    assert (row["layer"], row["updates"], row["hardware"]) == ("softmax", None, "EPYC (threads: 1); Xeon (threads: 1)")
+
+
+def test_a_log_of_fairseq_alone_may_be_of_several_starts(folder):
+    """`fairseq-train | tee -a`, without train.sh's line: the clock begins anew with each configuration."""
+    first = start().split("\n", 1)[1] + epoch(1, 274, 200.5, wall=100)
+    row, _ = collect(folder(train_log=first + start(seed=9).split("\n", 1)[1] + epoch(2, 548, 63.25, wall=130) + DONE))
+    assert (row["wall s"], row["seed"], row["ended"], row["commit"]) == (230, "9", "yes", "unknown")
+
+
+@pytest.mark.parametrize("flag, precision", [("fp16", "float16"), ("amp", "float16 autocast"), ("", "float32")])
+def test_precision(folder, flag, precision):
+    log = start(bf16=False).replace("'bf16': False", "'bf16': False, 'amp': False")
+    row, _ = collect(folder(train_log=log.replace(f"'{flag}': False", f"'{flag}': True") + epoch(1, 274, 200.5)))
+    assert row["precision"] == precision
+
+
 def test_json_log(folder):
     values = {"epoch": 3, "valid_loss": "8.2", "valid_ppl": "300.72", "valid_num_updates": "682"}
     inner = {
@@ -332,6 +359,27 @@ def test_a_training_counts_once(folder, capsys, tmp_path, monkeypatch):
     printed = capsys.readouterr()
     assert printed.err == f"collect_results.py: {tmp_path}/run is given twice; the last one counts\n"
     assert table_of(printed.out)[0] == [{"seed": "7", "valid ppl": "150.00"}, {"seed": "8", "valid ppl": "100.00"}]
+
+
+def test_a_copy_is_no_further_seed(folder, capsys, tmp_path, monkeypatch):
+    """A backup of a folder, or the CSV file of its row, read from elsewhere; a training of the same command is one."""
+    runs = [folder(f"run{seed}", train_log=start(seed=seed) + epoch(1, 274, 200.5 + seed)) for seed in (1, 2)]
+    monkeypatch.chdir(tmp_path)
+    collect_results.main(["run1", "run2", "--csv", "rows.csv"])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    copy = shutil.copytree(runs[0], tmp_path / "backup")
+    for copies in ([tmp_path / "rows.csv"], [copy], [copy, tmp_path / "rows.csv"]):
+        capsys.readouterr()
+        collect_results.main(["--groups", "--columns", "valid ppl", *map(str, [*runs, *copies])])
+        printed = capsys.readouterr()
+        assert [row["n"] for row in table_of(printed.out)[0]] == ["2"] and "is given twice" in printed.err
+        assert "n trainings that differ in their seed alone." in printed.out
+    again = folder("again", train_log=start(seed=1) + epoch(1, 274, 201.25))
+    collect_results.main(["--groups", "--columns", "valid ppl", *map(str, [*runs, again])])
+    printed = capsys.readouterr()
+    assert [row["n"] for row in table_of(printed.out)[0]] == ["3"] and printed.err == ""
+    assert printed.out.endswith("Mean ± sample standard deviation of n trainings.\n")
 
 
 @pytest.mark.parametrize(

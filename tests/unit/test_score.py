@@ -47,6 +47,22 @@ def scores(hypotheses=HYPOTHESES, references=REFERENCES, lang="de"):
     return {row["metric"]: row for row in score_script.score(hypotheses, [references], lang)}
 
 
+def test_chinese_has_a_bleu_of_its_characters():
+    """As `sacrebleu -l en-zh` has it; 13a takes a sentence for a word."""
+    hypotheses, references = ["我们今天去公园散步。", "他喜欢看书。"], ["我们今天去公园走走。", "他喜欢看书。"]
+    expected = sacrebleu.corpus_bleu(hypotheses, [references], tokenize="zh").score
+    for lang in "zh", "zh-CN", "zh_TW":
+        found = scores(hypotheses, references, lang)
+        assert found["BLEU zh"]["score"] == expected > 50 > found["BLEU 13a"]["score"]
+    assert "BLEU zh" not in scores()
+
+
+def test_a_byte_order_mark_is_no_part_of_a_word(tmp_path):
+    for name, mark in ("with", "\ufeff"), ("without", ""):
+        (tmp_path / name).write_text(mark + "Ein Hund\nZwei Hunde\n", encoding="utf-8")
+        assert score_script.sentences(tmp_path / name) == ["Ein Hund", "Zwei Hunde"]
+
+
 def multi_bleu(hypotheses, references):
     """BLEU of tokenized text, Papineni et al. 2002: brevity penalty times the geometric mean of clipped precisions."""
     matches, totals, length, reference_length = [0] * 4, [0] * 4, 0, 0
