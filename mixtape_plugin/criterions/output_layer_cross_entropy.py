@@ -80,9 +80,17 @@ class OutputLayerCrossEntropy(FairseqCriterion):
         check_values(self, allowed)
 
     def check_training(self, cfg: DictConfig, model: BaseFairseqModel) -> None:
-        """Raises UserError for a model without an output layer of this plugin, and where checkpoints are chosen by a
-        number that is not reported."""
+        """Raises UserError for a model without an output layer of this plugin, where checkpoints are chosen by a number
+        that is not reported, and where processes would not find the output layer's parameters."""
         output_layer_of(model)
+        several = cfg.distributed_training
+        unused = several.find_unused_parameters and several.distributed_world_size > 1
+        if unused and several.ddp_backend not in ("legacy_ddp", "no_c10d"):
+            # torch looks for them in what the model gives, and features do not depend on the output layer
+            raise UserError(
+                f"--find-unused-parameters does not go with --criterion {cfg.criterion._name}, which asks the output "
+                "layer for the loss: leave it out, or use --ddp-backend legacy_ddp, which needs no such flag"
+            )
         metric = cfg.checkpoint.best_checkpoint_metric
         if metric == "bpc" and not hasattr(self, "report_bpc"):
             raise UserError(
@@ -98,16 +106,17 @@ class OutputLayerCrossEntropy(FairseqCriterion):
             raise ValueError("output_layer_cross_entropy sums over tokens: for one loss a token use cross_entropy")
         layer = output_layer_of(model)
         features, extra = model(**sample["net_input"], features_only=True)
-        scored, target = features, model.get_targets(sample, None)
+        target = model.get_targets(sample, None)
         if self.ignore_prefix_size:
-            scored, target = scored[:, self.ignore_prefix_size :], target[:, self.ignore_prefix_size :]
+            rank = target.ne(self.padding_idx).cumsum(1)  # of each target in its sentence, wherever padding is
+            target = target.masked_fill(rank <= self.ignore_prefix_size, self.padding_idx)
         ntokens = target.ne(self.padding_idx).sum() if self.ignore_prefix_size else sample["ntokens"]
         logging_output = {}
-        loss, nll = layer.loss(scored, target, label_smoothing=self.label_smoothing, ignore_index=self.padding_idx)
+        loss, nll = layer.loss(features, target, label_smoothing=self.label_smoothing, ignore_index=self.padding_idx)
         if self.report_accuracy:
             counted = target.ne(self.padding_idx)
             with torch.no_grad(), evaluating(layer):
-                chunks = scored[counted].split(layer.contexts_at_once)
+                chunks = features[counted].split(layer.contexts_at_once)
                 top = torch.cat([layer(chunk).argmax(-1) for chunk in chunks])
             logging_output["n_correct"] = top.eq(target[counted]).sum()
             logging_output["total"] = counted.sum()

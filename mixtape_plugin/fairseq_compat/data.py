@@ -35,7 +35,8 @@ class _NumpyWithRemovedNames(types.ModuleType):
 
 
 def provide_removed_numpy_names() -> None:
-    """Give np.int, np.float (gone since numpy 1.24) and np.compat.long (since 2.0) to the modules that use them.
+    """Give np.int, np.float (gone since numpy 1.24), np.compat.long (since 2.0) and the interpolation of np.percentile
+    (called method, since 2.4) to the modules that use them.
 
     Only those modules see them: other libraries ask numpy itself what it has.
     """
@@ -43,6 +44,12 @@ def provide_removed_numpy_names() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # numpy 1.20 to 1.23 warn about np.int when asked for it
         missing = {name: value for name, value in removed.items() if not hasattr(np, name)}
+    if "interpolation" not in inspect.signature(np.percentile).parameters:
+
+        def percentile(*args, interpolation="linear", **kwargs):
+            return np.percentile(*args, method=interpolation, **kwargs)
+
+        missing["percentile"] = percentile
     if not missing:
         return
     numpy = _NumpyWithRemovedNames("numpy")

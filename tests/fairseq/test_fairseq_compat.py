@@ -169,6 +169,7 @@ def test_names_that_numpy_removed_exist_for_fairseq_alone():
     assert language_pair_dataset.np.compat.long is int
     assert data_utils.np.int is int or data_utils.np is np
     assert hasattr(np, "compat") == before
+    assert list(data_utils.get_buckets(np.arange(1, 50), 3)) == [17, 33, 49]  # for --num-batch-buckets
     dataset = TokenBlockDataset(
         [torch.arange(4), torch.arange(3)], torch.tensor([4, 3]), block_size=None, pad=1, eos=2, break_mode="eos"
     )

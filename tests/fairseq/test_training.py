@@ -1,5 +1,6 @@
 """Training through fairseq-train: whatever the criterion, after a kill, in two processes, in half precision."""
 
+import contextlib
 import math
 import signal
 import socket
@@ -26,6 +27,7 @@ from conftest import (
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq_cli.train import should_stop_early
+from omegaconf import OmegaConf
 
 from mixtape_plugin.criterions.awd_lstm_cross_entropy import AWDLSTMCrossEntropy
 from mixtape_plugin.criterions.output_layer_cross_entropy import OutputLayerCrossEntropy
@@ -105,9 +107,35 @@ def test_targets_of_an_ignored_prefix_are_not_counted(prefix, ntokens):
     model = build_small_model(dictionary=dictionary, output_layer="softmax")
     torch.nn.init.zeros_(model.decoder.output_projection.weight)
     criterion = OutputLayerCrossEntropy(SimpleNamespace(target_dictionary=dictionary), False, ignore_prefix_size=prefix)
-    _, sample_size, log = criterion(model, make_sample(dictionary))
-    assert sample_size == log["ntokens"] == ntokens
-    assert log["nll_loss"] / log["ntokens"] == pytest.approx(math.log(len(dictionary)), rel=1e-5)
+    sample = make_sample(dictionary)
+    left = {
+        **sample,
+        "target": torch.stack([line.roll((line == dictionary.pad()).sum().item()) for line in sample["target"]]),
+    }
+    assert not torch.equal(left["target"], sample["target"])
+    for padded in sample, left:  # as of --left-pad-target
+        _, sample_size, log = criterion(model, padded)
+        assert sample_size == log["ntokens"] == ntokens
+        assert log["nll_loss"] / log["ntokens"] == pytest.approx(math.log(len(dictionary)), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "world_size, backend, refused", [(2, "pytorch_ddp", True), (2, "legacy_ddp", False), (1, "pytorch_ddp", False)]
+)
+def test_unused_parameters_are_not_looked_for_by_torch(world_size, backend, refused):
+    dictionary = make_dictionary()
+    criterion = OutputLayerCrossEntropy(SimpleNamespace(target_dictionary=dictionary), False)
+    several = {"find_unused_parameters": True, "distributed_world_size": world_size, "ddp_backend": backend}
+    cfg = OmegaConf.create(
+        {
+            "distributed_training": several,
+            "checkpoint": {"best_checkpoint_metric": "loss"},
+            "criterion": {"_name": "output_layer_cross_entropy"},
+        }
+    )
+    message = "--find-unused-parameters does not go with --criterion output_layer_cross_entropy"
+    with pytest.raises(UserError, match=message) if refused else contextlib.nullcontext():
+        criterion.check_training(cfg, build_small_model(dictionary=dictionary))
 
 
 @pytest.mark.parametrize("output_layer", LAYERS)
