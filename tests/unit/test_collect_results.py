@@ -170,7 +170,7 @@ def test_resumed_training(folder):
     assert (row["commit"], row["valid ppl"], row["wall s"]) == ("3be862a, 48f452b+", 63.25, 60 + 130)
     assert (row["precision"], row["hardware"]) == ("float32", "EPYC (threads: 1); Xeon (threads: 2)")
     assert row["ended"] == "no"  # something was begun after "done training"
-    assert row["curve"] == {274: 200.5, 548: 63.25}
+    assert row["curve"] == {274: 200.5, 548: 63.25} and row["command"].endswith("mixtape --seed 9")
     earlier = folder("earlier", train_log=start().replace(" on EPYC (threads: 1),", ""))  # logs had no hardware once
     row, _ = collect(earlier)
     assert (row["commit"], row["hardware"], row["command"].split()[0]) == (
@@ -226,8 +226,9 @@ def test_json_log(folder):
     assert row["wall s"] == 61 and row["curve"] == {682: 300.72}
 
 
-def test_infinite_and_tiny_numbers(folder):
+def test_infinite_and_tiny_numbers_and_half_a_line():
     lines = epoch(1, 274, "inf").replace("lr=5e-05", "lr=5e-05, clip=0") + epoch(2, 300, "nan")
+    assert list(log_records(f"{TIME}valid | epoch 002 | num_updates 300 | ppl 1{TIME}fairseq.trainer | begin\n")) == []
     inner, valid, _, _, second, _ = [values for _, values in log_records(lines)]
     assert valid["ppl"] == float("inf") and second["ppl"] != second["ppl"]
     assert (inner["lr"], inner["clip"], inner["epoch"]) == (5e-5, 0, 1)
@@ -334,6 +335,11 @@ def test_a_csv_file_stands_for_its_trainings(folder, capsys, tmp_path):
     with open(tmp_path / "groups.csv", encoding="utf-8") as groups_file:
         (line,) = csv.DictReader(groups_file)
     assert (line["n"], line["valid ppl n"], line["test ppl n"]) == ("2", "2", "1")
+
+
+def test_a_csv_file_keeps_a_curves_digits(folder, tmp_path):
+    collect_results.main([str(folder(train_log=start() + epoch(1, 274, 1.0625))), "--csv", str(tmp_path / "r.csv")])
+    assert read_rows(tmp_path / "r.csv")[0]["curve"] == {274: 1.0625}
 
 
 def test_a_csv_file_of_several_kinds_keeps_all_of_them(folder, capsys, tmp_path):

@@ -180,15 +180,17 @@ def test_a_loss_in_chunks_is_the_same(name, masked, monkeypatch):
     torch.testing.assert_close([gradients(loss, layer, features) for loss in chunked], expected)
 
 
-@pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.parametrize("locked, allowed, contexts", [(False, 4, 4), (False, 0.5, 1), (True, 4, 4), (True, 0.5, 4)])
 @pytest.mark.parametrize("name", [name for name in OUTPUT_LAYERS if OUTPUT_LAYERS[name].has_components])
-def test_the_gradient_of_chunks_is_that_of_the_same_draw(name, locked, monkeypatch):
+def test_the_gradient_of_chunks_is_that_of_the_same_draw(name, locked, allowed, contexts, monkeypatch):
     """A chunk is gone through twice, with the same dropouts and noise: finite differences know of one draw only."""
     options = {"context_dropout": 0.4, "locked_context_dropout": locked, "gate_dropout": 0.3, "gate_noise": 0.5}
     layer = build(name, output_impl="eager", **options).train()
     features = torch.randn(3, 4, D, dtype=torch.float64, requires_grad=True)
     target = random_targets(layer)[torch.randint(N, (3, 4))]
-    monkeypatch.setattr(base, "MAX_SCORES", 4 * layer.scores_per_token)
+    monkeypatch.setattr(base, "MAX_SCORES", int(allowed * layer.scores_per_token))
+    calls = []
+    layer.register_forward_hook(lambda module, inputs, scores: calls.append(scores.shape[:-1].numel()))
 
     def loss(features, *parameters):
         torch.manual_seed(2)
@@ -204,6 +206,7 @@ def test_the_gradient_of_chunks_is_that_of_the_same_draw(name, locked, monkeypat
                 x.add_(d, alpha=move)
             values.append(loss(features))
     torch.testing.assert_close(slope, (values[0] - values[1]) / (2 * step), rtol=1e-6, atol=1e-6)
+    assert max(calls) == contexts, "as many as are allowed, one at least; where a sequence has one mask, whole ones"
 
 
 @pytest.mark.parametrize("name", OUTPUT_LAYERS)
