@@ -90,8 +90,11 @@ def test_finetuning_with_a_moving_average(precision, data, tmp_path):
 def test_finetuning_from_another_shape(caplog):
     """Of the same layer with more components, what does not depend on their number is kept."""
     few, many = build_model(output_layer="mos", num_components=2), build_model(output_layer="mos", num_components=3)
-    weights = few.state_dict()
-    begin_other_parameters_anew("few.pt", weights, many)
+    weights, average = few.state_dict(), few.state_dict()
+    begin_other_parameters_anew("few.pt", weights, many, (average, None))
+    assert average.keys() == weights.keys() and all(torch.equal(average[name], weights[name]) for name in weights)
+    trained = {parameter.data_ptr() for parameter in many.parameters()}
+    assert not trained & {value.data_ptr() for value in (*weights.values(), *average.values())}, "copies"
     many.load_state_dict(weights, strict=True)
     layer = many.decoder.output_projection
     torch.testing.assert_close(layer.bias, few.decoder.output_projection.bias, rtol=0, atol=0)

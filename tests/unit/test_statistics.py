@@ -66,6 +66,12 @@ def test_no_test_without_variance(first, second):
     assert p_values(first, second) == (None, None)
 
 
+def test_one_variance_is_enough():
+    """Pooled as 1/2, so that t = 1 / √(1/2 · 2/3), with 4 degrees of freedom."""
+    student, _ = p_values(Sample(1, 0.0, 3), Sample(2, 1.0, 3))
+    assert student == pytest.approx(2 * stats.t.sf(1 / math.sqrt(0.5 * 2 / 3), 4))
+
+
 # ---------------------------------------------------------------------------------------------------------- groups
 
 
