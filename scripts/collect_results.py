@@ -251,7 +251,7 @@ def all_rows(args: argparse.Namespace) -> list[dict]:
     for row in found:  # a folder and the CSV file that has its row, or a copy, which has its curve: no two seeds
         keys = [(os.path.abspath(row["folder"]), row["command"])]
         if row["curve"] and row["command"] != UNKNOWN:
-            keys.append((row["command"], row["seed"], row["commit"], csv_row(row)[CURVE]))
+            keys.append((*(row[name] for name in ("command", "seed", "commit", "parameters")), csv_row(row)[CURVE]))
         place = next((places[key] for key in keys if key in places), None)
         if place is None:
             place = len(rows)

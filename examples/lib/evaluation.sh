@@ -138,7 +138,8 @@ evaluate_translation() {
   local before="" analyses=({rank,predictions,similarity}.json) results=(lenpen{,.json} {test,valid}.hyp {,valid-}score.{txt,json})
   [ ! -f "$save/average.pt" ] || before=$(checksum md5 "$save/average.pt")
   python "$root/scripts/average_checkpoints.py" --last "${last:-$2}" "$save" --by "$3" --output "$save/average.pt"
-  [ "$(checksum md5 "$save/average.pt")" = "$before" ] || rm -rf "${analyses[@]/#/$save/}" "${results[@]/#/$save/}" # of another model
+  [ -n "$before" ] && [ "$(checksum md5 "$save/average.pt")" = "$before" ] || # else they are of another model
+    rm -rf "$save/test-perplexity.txt" "${analyses[@]/#/$save/}" "${results[@]/#/$save/}"
   test_perplexity "${flags[@]}" # fails with data of another dictionary, before anything that is there is lost
   rm -rf "${results[@]/#/$save/}"
   translate "$1" test test generate.log "${flags[@]}"

@@ -43,6 +43,14 @@ def check_end(process, trainings, sent):
     raise AssertionError("a training goes on")
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """Where the tests themselves run in the background they ignore interrupts, and so would what they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_train_sh(sent, tmp_path):
     venv = machine(tmp_path / "venv", fairseq_train=TRAINING.format(folder=tmp_path / "pids"))
