@@ -38,11 +38,8 @@ TEXTS = {
 }
 SCORES = {"score.json": "", "valid-score.json": "valid "}  # -> what is put before the metrics' names
 LAST_UPDATES = 4000  # over which Yang et al. 2018 average the train perplexity on One Billion Word
-PRECISIONS = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float16 autocast": "amp",
-}  # by which flag of fairseq-train; without them it is float32
+# By which flag of fairseq-train; without them it is float32.
+PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float16 autocast": "amp"}
 START = "train.sh: commit "  # begins the line that train.sh writes before each start of fairseq-train
 CONFIGURATION = r"[-\d]+ [:\d]+ \| INFO \| fairseq_cli\.train \| \{"  # begins what fairseq-train says first
 

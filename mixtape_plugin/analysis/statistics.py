@@ -124,8 +124,10 @@ def groups(rows: Sequence[dict]) -> list:
             shared = set.intersection(*({*flags(other.command)} for other in others))
             own = [flag for flag in flags(group.command) if flag not in shared]
             group.name = f"{group.layer}: {' '.join(own) or 'no further flags'}"
-            if any(other.name == group.name and other.command != group.command for other in found):
-                group.name = f"{group.layer}: {group.command}"
+    # a flag that is given twice, in two orders
+    clashing = [group for group in found if any(o.name == group.name and o.command != group.command for o in found)]
+    for group in clashing:
+        group.name = f"{group.layer}: {group.command}"
     for name in {group.name for group in found}:
         alike = [group for group in found if group.name == name]
         for column, unit in BESIDE_THE_COMMAND.items():
@@ -310,10 +312,9 @@ def groups_markdown(
         return text if line[f"{name} n"] == line["n"] else f"{text} (n = {line[f'{name} n']})"
 
     text = table(shown, ([value(line, name) for name in shown] for line in lines))
-    differ = all(len({row["seed"] for row in group.rows}) == len(group.rows) for group in found)
-    text += (
-        f"\nMean ± sample standard deviation of n trainings{' that differ in their seed alone' if differ else ''}.\n"
-    )
+    each_seed_once = all(len({row["seed"] for row in group.rows}) == len(group.rows) for group in found)
+    apart = " that differ in their seed alone" if each_seed_once else ""
+    text += f"\nMean ± sample standard deviation of n trainings{apart}.\n"
     if compared:
         text += (
             f"difference: from {baseline.name}, with 95% intervals that hold together (Bonferroni), "

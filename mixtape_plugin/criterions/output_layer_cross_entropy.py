@@ -83,9 +83,9 @@ class OutputLayerCrossEntropy(FairseqCriterion):
         """Raises UserError for a model without an output layer of this plugin, where checkpoints are chosen by a number
         that is not reported, and where processes would not find the output layer's parameters."""
         output_layer_of(model)
-        several = cfg.distributed_training
-        unused = several.find_unused_parameters and several.distributed_world_size > 1
-        if unused and several.ddp_backend not in ("legacy_ddp", "no_c10d"):
+        processes = cfg.distributed_training
+        by_torch = processes.distributed_world_size > 1 and processes.ddp_backend in ("pytorch_ddp", "c10d")
+        if by_torch and processes.find_unused_parameters:
             # torch looks for them in what the model gives, and features do not depend on the output layer
             raise UserError(
                 f"--find-unused-parameters does not go with --criterion {cfg.criterion._name}, which asks the output "

@@ -32,7 +32,8 @@ SIZES = {"train": 200, "val": 7, "test_2016_flickr": 5}
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """The same sentence in both languages word by word; compressed, plain, with \\r\\n, or without a last \\n."""
+    """The same sentence in both languages word by word; compressed, plain, with a mark of the byte order and \\r\\n, or
+    without a last \\n."""
     folder, rng = tmp_path_factory.mktemp("corpus"), random.Random(1)
     for name, size in SIZES.items():
         sentences = [[rng.randrange(len(WORDS["en"])) for _ in range(rng.randint(3, 8))] for _ in range(size)]
@@ -42,10 +43,10 @@ def corpus(tmp_path_factory):
                 with gzip.open(folder / f"{name}.{lang}.gz", "wt", encoding="utf-8") as file:
                     file.write(text)
             else:
-                text = text.replace("\n", "\r\n") if lang == "de" else text[:-1]
+                text = "\ufeff" + text.replace("\n", "\r\n") if lang == "de" else text[:-1]
                 (folder / f"{name}.{lang}").write_bytes(text.encode())
     with gzip.open(folder / "test_2016_flickr.lc.norm.tok.de.gz", "wt", encoding="utf-8") as file:
-        file.write(tokenized((folder / "test_2016_flickr.de").read_text("utf-8")).lower())
+        file.write(tokenized((folder / "test_2016_flickr.de").read_text("utf-8-sig")).lower())
     return folder
 
 
@@ -83,7 +84,7 @@ def check_prepared(out):
 @pytest.mark.slow
 def test_prepare(prepared, corpus):
     check_prepared(prepared)
-    assert lines(prepared / "text" / "raw.test.de") == (corpus / "test_2016_flickr.de").read_text("utf-8").splitlines()
+    assert lines(prepared / "text" / "raw.test.de") == (corpus / "test_2016_flickr.de").read_text("utf-8-sig").splitlines()
     tokens = "\n".join(lines(prepared / "text" / "tok.train.de"))
     assert "„" not in tokens and "&quot; hallo &quot;" in tokens and "T-Shirt" in tokens
     assert len(lines(prepared / "text" / "codes")) == 61  # the version of the format, then the merges
