@@ -54,7 +54,15 @@ def test_what_options_are_evaluated():
     assert evaluate_value("2*1e-4, 1/1000") == (2e-4, 1e-3)
     assert evaluate_value("{'data': 'a b'}") == {"data": "a b"}
     assert evaluate_value(" -(1 + 2) ") == -3
-    too_much = ["[0]*99999999999999", "9999999999*[0]", "[1]*9999*9999", "9**9", "-" * 20000 + "1", "(" * 9999]
+    too_much = [
+        "[0]*99999999999999",
+        "9999999999*[0]",
+        "[1]*9999*9999",
+        "20000*[0]",
+        "9**9",
+        "-" * 20000 + "1",
+        "(" * 9999,
+    ]
     no_values = ["9* *9", "e", "1/0", "print(1)", "().__class__", "[1] * x", "1 +", "[0 for x in (1, 2)]"]
     for text in too_much + no_values:
         with pytest.raises(UserError, match="is not evaluated"):
@@ -256,3 +264,9 @@ def test_options_as_namespace_and_as_omegaconf_tree(tmp_path):
         state = load(save(None, tmp_path / "options.pt", args=args, cfg=cfg))
         model_options = state["args"] if args else state["cfg"]["model"]
         assert model_options.dropout == 0.1
+
+
+@pytest.mark.parametrize("version, safe", [("2.5.1", False), ("2.6.0+cpu", True), ("2.10.0", True), ("3.0.0", True)])
+def test_which_torch_has_an_allow_list(version, safe, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", version)
+    assert checkpoints.loads_weights_only() == safe

@@ -13,8 +13,16 @@ import numpy as np
 import pytest
 import torch
 from fairseq import checkpoint_utils, options
-from fairseq.data import Dictionary, TokenBlockDataset, data_utils, indexed_dataset, language_pair_dataset
+from fairseq.data import (
+    Dictionary,
+    FairseqDataset,
+    TokenBlockDataset,
+    data_utils,
+    indexed_dataset,
+    language_pair_dataset,
+)
 from fairseq.distributed import utils as distributed_utils
+from fairseq.tasks import FairseqTask
 from fairseq_cli import generate, preprocess
 from fairseq_cli import train as fairseq_train
 from omegaconf import OmegaConf
@@ -23,6 +31,7 @@ from toy_checkpoints import Pickled, by_allow_list, load, save
 import mixtape_plugin
 from mixtape_plugin import errors, fairseq_compat
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.fairseq_compat import training_loop
 
 USER_DIR = os.path.dirname(mixtape_plugin.__file__)
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
@@ -162,6 +171,47 @@ def test_resumed_options_reach_other_ranks_through_the_allow_list(trained, monke
 
 
 # ----------------------------------------------------------------------------------------------------- data
+
+
+class Numbers(FairseqDataset):
+    """20 examples of one token each, in another order each time that it is asked for."""
+
+    def __len__(self):
+        return 20
+
+    def num_tokens(self, index):
+        return 1
+
+    def num_tokens_vec(self, indices):
+        return np.ones_like(indices)
+
+    def ordered_indices(self):
+        return np.random.permutation(20)
+
+
+@pytest.mark.parametrize("option", [None, "disable_iterator_cache", "update_epoch_batch_itr"])
+def test_batches_are_those_of_epoch_1_unless_they_change_with_the_epoch(option):
+    found = []
+    for epoch in 1, 4:
+        task, options = FairseqTask(None), {option: True} if option else {}
+        iterator = task.get_batch_iterator(Numbers(), max_sentences=4, epoch=epoch, **options)
+        assert iterator.next_epoch_idx == epoch
+        found.append([batch.tolist() for batch in iterator.frozen_batches])
+    assert (found[0] == found[1]) == (option is None)
+
+
+@pytest.mark.parametrize("samples", [[{}], [{}, {}], [None]])
+def test_a_process_without_a_batch_keeps_its_dummies(samples, monkeypatch):
+    class Stub:
+        is_fsdp = False
+
+        def train_step(self, samples):
+            return samples
+
+    monkeypatch.setattr(training_loop, "Trainer", Stub)
+    training_loop.leave_out_dummy_batches()
+    assert Stub().train_step(samples) == samples
+    assert Stub().train_step([*samples, {"id": 1}]) == [{"id": 1}]
 
 
 def test_names_that_numpy_removed_exist_for_fairseq_alone():

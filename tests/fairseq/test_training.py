@@ -286,6 +286,7 @@ def test_patience_counts_across_interruptions(data, tmp_path):
     assert epochs("--patience", 5) == [5, 6]
     weights = ["--finetune-from-model", tmp_path / "checkpoint_last.pt", "--save-dir", tmp_path / "finetuned"]
     assert epochs(*weights) == [1, 2, 3, 4], "another training counts anew"
+    assert epochs("--reset-meters") == [7, 8, 9, 10], "and so does one that is told to"
 
 
 # ---------------------------------------------------------------------------------------- several processes

@@ -84,7 +84,9 @@ def check_prepared(out):
 @pytest.mark.slow
 def test_prepare(prepared, corpus):
     check_prepared(prepared)
-    assert lines(prepared / "text" / "raw.test.de") == (corpus / "test_2016_flickr.de").read_text("utf-8-sig").splitlines()
+    assert (
+        lines(prepared / "text" / "raw.test.de") == (corpus / "test_2016_flickr.de").read_text("utf-8-sig").splitlines()
+    )
     tokens = "\n".join(lines(prepared / "text" / "tok.train.de"))
     assert "„" not in tokens and "&quot; hallo &quot;" in tokens and "T-Shirt" in tokens
     assert len(lines(prepared / "text" / "codes")) == 61  # the version of the format, then the merges

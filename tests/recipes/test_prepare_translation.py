@@ -558,3 +558,27 @@ def test_a_process_that_is_killed_is_noticed(tmp_path):
 
 def kill_oneself(chunk):
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_words_seen_once_are_forgotten_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_parallel, "MAX_COUNTED_WORDS", 3)
+    (tmp_path / "text").write_text("a a b c d\n", encoding="utf-8")
+    prepare_parallel.count_words([tmp_path / "text"], tmp_path / "words", workers=1)
+    assert (tmp_path / "words").read_text(encoding="utf-8") == "a 2\n"
+
+
+def test_a_line_of_10000_characters_is_kept():
+    prepare_parallel.prepare_tokens(["en", "de"], clean=True)
+    for length, fate in (10_000, "kept"), (10_001, "too long"):
+        line = (("a" * 99 + " ") * 101)[:length].encode()
+        assert prepare_parallel.tokenize_pairs(([line], [line]))[1] == {fate: 1}
+
+
+@pytest.mark.parametrize("number", [3, 4, 6])
+def test_texts_of_other_lengths_are_no_pair(number, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_parallel, "CHUNK", 2)
+    paths = tmp_path / "first", tmp_path / "second"
+    for path, count in zip(paths, (2, number)):
+        path.write_text("a\n" * count, encoding="utf-8")
+    with pytest.raises(ValueError, match="differ in their number of lines"):
+        list(prepare_parallel.paired_chunks(*paths))

@@ -19,6 +19,7 @@ from fairseq.logging import metrics
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from omegaconf import OmegaConf
 
+from mixtape_plugin.criterions.awd_lstm_cross_entropy import AWDLSTMCrossEntropy
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.models.awd_lstm_lm import AWDLSTMLanguageModel
 from mixtape_plugin.modules.weight_drop import WeightDropLSTM
@@ -642,6 +643,13 @@ def test_bits_per_character_are_of_the_nll_alone():
     values = logged(criterion, logging_output)
     assert values["bpc"] == pytest.approx(nll.item() / math.log(2), abs=1e-4)
     assert values["loss"] > 1.02 * values["bpc"]
+
+
+def test_penalties_of_half_precision_are_in_float32():
+    """The squares of differences of 1e-4 are less than float16 holds."""
+    hidden = (1e-4 * torch.arange(4.0).view(1, 4, 1)).half()
+    penalty = AWDLSTMCrossEntropy.penalty(SimpleNamespace(ar_alpha=2.0, tar_beta=1.0), hidden, {"last_hidden": hidden})
+    assert penalty.dtype == torch.float32 and penalty.item() == pytest.approx(2 * 3.5e-8 + 1e-8, rel=1e-2)
 
 
 def test_penalties_do_not_depend_on_what_the_loss_is_divided_by():

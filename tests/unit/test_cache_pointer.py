@@ -6,7 +6,9 @@ import pytest
 import torch
 from toy_language_models import EOS, ToyTask, V, build, predict_by_hand, random_text, repetitive_text
 
+from mixtape_plugin import drawing
 from mixtape_plugin.evaluation import cache_pointer as module
+from mixtape_plugin.evaluation import grid_search
 from mixtape_plugin.evaluation.cache_pointer import PAPER_SETTINGS, cache_log_probs, cache_pointer, mix, predict_text
 from mixtape_plugin.evaluation.language_model import perplexity
 from mixtape_plugin.output_layers import OUTPUT_LAYERS
@@ -121,3 +123,13 @@ def test_gpu_agrees_with_cpu():
         for device in ("cpu", "cuda")
     ]
     assert scores[1] == pytest.approx(scores[0], rel=1e-9)
+
+
+def test_the_heat_map_has_the_best_of_the_other_hyper_parameters(monkeypatch, tmp_path):
+    drawn = []
+    texts = lambda plt, figure, path: drawn.extend(text.get_text() for text in figure.axes[0].texts)  # noqa: E731
+    monkeypatch.setattr(drawing, "save", texts)
+    values = [(5, 0.1, 9.0), (5, 0.2, 6.0), (7, 0.1, 8.0), (7, 0.2, 7.0)]
+    rows = [{"window": w, "theta": 1.0, "weight": share, "perplexity": p} for w, share, p in values]
+    grid_search.draw(rows, tmp_path / "x.png", "theta", "weight", "")
+    assert drawn == ["8.00", "6.00"]

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mixtape_plugin.kernels import common, dispatch
+from mixtape_plugin.kernels import common, dispatch, mixture_of_softmaxes
 from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, build_output_layer
 
 D, E, V, S, PAD = 6, 5, 13, 6, 1
@@ -327,6 +327,16 @@ def test_half_precision_rounds_and_does_nothing_else(case, label_smoothing, how)
         assert_rounded_alone(layer, features, target, how, label_smoothing)
 
 
+@pytest.mark.parametrize("case", ["softmax", "moc", "mixtape", "gss", "plif"])
+def test_the_gradient_of_a_bias_in_float16_is_no_sum_in_float16(case):
+    """256 times what 700 tokens give the bias of their target is more than float16 holds."""
+    layer = build(case, vocab_size=50, std=0.3).half()
+    features, target = random_batch(layer, 700)
+    target[:] = 3
+    found = loss_and_gradients(layer, features, target)["bias"]
+    torch.testing.assert_close(found.double(), by_formula(layer, features, target)["bias"], rtol=0.01, atol=1)
+
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -489,6 +499,29 @@ def test_chunks_hold_as_many_tokens_as_their_bytes_allow(device, triton, capabil
         most = max(mib * 1024**2 // size, -(-256 // rows))
         assert longest == common.longest(slices) <= most
         assert len(slices) == -(-tokens // most)
+
+
+@each_case
+def test_scores_per_token_are_about_what_an_evaluation_holds(case):
+    layer = build(case, vocab_size=1500, feature_dim=3, embed_dim=3, num_components=4, gate_dim=2).float().eval()
+    features, _ = random_batch(layer, 200)
+    layer(features[:1])  # tables that are made once
+    with torch.no_grad(), Memory() as memory:
+        layer(features)
+    assert 1 <= memory.peak / (4 * 200 * layer.scores_per_token) < 1.4
+
+
+def test_scores_of_mos_in_evaluation_come_in_chunks():
+    """Of all K components, of two tokens at a time here."""
+    layer, seen = build("mos", num_components=4).eval(), []
+
+    def chunks(*args):
+        seen.extend(common.chunks(*args))
+        return seen
+
+    with torch.no_grad(), mock.patch.object(mixture_of_softmaxes, "chunks", chunks), chunk_bytes(8 * 2 * 4 * V):
+        layer(torch.randn(5, D, dtype=torch.float64))
+    assert [rows.stop - rows.start for rows in seen] == [2, 2, 1]
 
 
 @each_case

@@ -1,11 +1,12 @@
 """How mixtures mix: the measures on vectors worked out by hand, and the priors of a target against eq. 3 and 4."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mixtape_plugin.analysis.mixing import measure
+from mixtape_plugin.analysis.mixing import measure, walk
 from mixtape_plugin.output_layers import OutputLayerConfig, output_layer_class
 
 
@@ -71,3 +72,12 @@ def test_priors_of_tokens(weight_norm):
         torch.testing.assert_close(priors.sum(-1), torch.ones_like(priors[:, 0]))
         products = layer.context_vectors(features) @ layer.weight[token]
         torch.testing.assert_close((priors * products).sum(-1) + layer.bias[token], layer(features)[:, token])
+
+
+def test_a_walk_takes_for_saturated_what_is_near_the_scaled_bound():
+    layer = make("moc", context_scale=3.0)
+    layer.context.weight.data.zero_()
+    layer.context.bias.data.fill_(0.5)  # 3·tanh(.5) = 1.39 is beyond .9, and within .9·3
+    pieces = [(torch.randn(4, 6, dtype=torch.float64), torch.arange(4))]
+    trained = SimpleNamespace(layer=layer, folder="x", pieces=lambda split: pieces)
+    assert walk(trained, "test", lambda size: None)["saturated"].tolist() == [0, 0, 0, 0]

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from fairseq.optim.amp_optimizer import AMPOptimizer
 from omegaconf import OmegaConf
 
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.optim.nt_asgd import NTASGD
+from mixtape_plugin.tasks.bptt_language_modeling import BpttLanguageModelingTask
 
 LR, WEIGHT_DECAY = 0.5, 0.01
 # Validation losses of epochs, and the epoch at whose end averaging starts with --nonmono 2: the first with more than
@@ -403,3 +406,13 @@ def test_another_optimizers_state_is_refused():
 def test_learning_rate_is_checked(lr):
     with pytest.raises(UserError, match=f"--lr .*{lr}.* is not allowed: 0 or more"):
         build_optimizer(build_model().parameters(), lr=[lr])
+
+
+def test_the_first_validation_text_alone_decides_about_averaging():
+    """Of --valid-subset valid,test the test text must not."""
+    heard, optimizer = [], NTASGD.__new__(NTASGD)
+    optimizer.end_epoch = heard.append
+    task = SimpleNamespace(epoch=1, validations=0, epoch_ended=True, optimizer=optimizer)
+    for loss in 3.0, 5.0:
+        BpttLanguageModelingTask.post_validate(task, None, {}, {"nll_loss": SimpleNamespace(avg=loss)})
+    assert heard == [3.0]

@@ -80,6 +80,25 @@ def row(command, seed, name="x", layer="softmax", **values):
     return {"valid ppl": None, **row}
 
 
+def test_groups_of_the_same_flags_in_another_order_have_names_of_their_own():
+    commands = ["train.sh softmax --lr 20 --lr 10", "train.sh softmax --lr 10 --lr 20"]
+    names = [group.name for group in groups([row(command, 1) for command in commands])]
+    assert names == [f"softmax: {command}" for command in commands]
+
+
+def test_comparisons_of_all_columns_shown_are_counted():
+    values = {"softmax": [57.2, 57.0], "mos": [55.1, 54.8], "moc": [56.1, 56.3]}
+    found = groups(
+        [
+            row(f"train.sh {layer}", seed, layer, layer, **{"valid ppl": ppl + 1, "test ppl": ppl})
+            for layer, of_seeds in values.items()
+            for seed, ppl in enumerate(of_seeds)
+        ]
+    )
+    text = groups_markdown(found, *compare(found, found[0]), found[0], ["test ppl", "valid ppl", "p Student"])
+    assert "; 4 comparisons," in text
+
+
 def test_groups_are_of_equal_commands_but_for_seed_and_save():
     commands = [
         "examples/ptb/train.sh softmax --seed 1",
