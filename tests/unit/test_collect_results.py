@@ -1,4 +1,4 @@
-"""scripts/collect_results.py on logs and score files made here: whole, damaged, empty, missing."""
+"""scripts/collect_results.py: its tables, CSV files and pages, of logs and score files made here."""
 
 import csv
 import json
@@ -9,9 +9,9 @@ import subprocess
 
 import pytest
 from recipes import load_script
-from training_logs import DONE, SCORES, TIME, epoch, start, table_of, write_folder
+from training_logs import DONE, SCORES, epoch, start, table_of
 
-from mixtape_plugin.analysis.results import collect, log_records, read_rows
+from mixtape_plugin.analysis.results import collect, read_rows
 from mixtape_plugin.errors import UserError
 
 collect_results = load_script("collect_results")
@@ -74,15 +74,6 @@ def test_scores_of_the_validation_text(folder, capsys, tmp_path):
     assert f"{path}/valid-score.json is no list of scores" in printed.err
 
 
-def test_a_log_counts_by_its_best_validation_and_its_median_speeds(folder):
-    """Not by its last validation, nor by means, which one slow epoch moves."""
-    log = start() + epoch(1, 10, 80, wps=100, train_wall=400) + epoch(2, 20, 70.5, wps=1000, train_wall=50)
-    log += epoch(3, 30, 75, wps=1300, train_wall=60) + DONE
-    row, _ = collect(folder(train_log=log))
-    assert row["valid ppl"] == 70.5 and row["curve"][30] == 75
-    assert (row["tokens/s"], row["s an epoch"]) == (1000, 60)
-
-
 def test_signatures_that_differ_are_told_apart(folder, capsys):
     other = [{**SCORES[0], "signature": "nrefs:1|tok:13a|version:1"}]
     one = folder("one", train_log=start(), score_json=json.dumps(SCORES[:1]))
@@ -143,97 +134,6 @@ def test_language_models(folder, capsys):
     assert (row["updates"], row["tokens/s"], row["wall time"]) == ("not run", "not run", "not run")
 
 
-def test_settings_of_a_layer_are_told_apart(tmp_path):
-    """Frozen slopes are another model: its seeds are no seeds of PLIF."""
-    for layer, name in (
-        ("plif", "plif"),
-        ("plif-frozen", "plif-frozen"),
-        ("softmax", "softmax"),
-        ("mixtape", "mixtape-4"),
-    ):
-        path = write_folder(tmp_path / layer, train_log=start(layer) + epoch(1, 274, 362.3) + DONE)
-        assert collect(path)[0]["layer"] == name
-
-
-def test_resumed_training(folder):
-    """One log of two starts, the first killed in the middle of a line; the third, too, with nothing after it."""
-    killed = f"{TIME}valid | epoch 002 | valid on 'valid' subset | loss 9 | nll_loss 8.5 | ppl 1"
-    first = start(parameters="1") + epoch(1, 274, 200.5) + killed
-    second = (
-        start(seed=9, bf16=False).replace("3be862a, on EPYC (threads: 1)", "48f452b+, on Xeon (threads: 2)")
-        + epoch(2, 548, 63.25, wall=130)
-        + DONE
-    )
-    path = folder(train_log=first + second + killed)
-    row, damaged = collect(path)
-    assert damaged == [] and (row["seed"], row["parameters"], row["updates"]) == ("9", 5_472_793, 548)
-    assert (row["commit"], row["valid ppl"], row["wall s"]) == ("3be862a, 48f452b+", 63.25, 60 + 130)
-    assert (row["precision"], row["hardware"]) == ("float32", "EPYC (threads: 1); Xeon (threads: 2)")
-    assert row["ended"] == "no"  # something was begun after "done training"
-    assert row["curve"] == {274: 200.5, 548: 63.25} and row["command"].endswith("mixtape --seed 9")
-    earlier = folder("earlier", train_log=start().replace(" on EPYC (threads: 1),", ""))  # logs had no hardware once
-    row, _ = collect(earlier)
-    assert (row["commit"], row["hardware"], row["command"].split()[0]) == (
-        "3be862a",
-        "unknown",
-        "examples/multi30k/train.sh",
-    )
-
-
-def test_a_start_that_trained_nothing_changes_nothing(folder):
-    """A mistyped command in a finished training's folder, and one that is refused because the layer is another."""
-    log = start() + epoch(1, 274, 200.5) + DONE
-    expected, _ = collect(folder("before", train_log=log))
-    mistyped = start().splitlines()[0].replace("3be862a", "48f452b") + " --patiens 3\nfairseq-train: error: no such\n"
-    refused = start("softmax", seed=9, parameters="1").replace("EPYC", "Xeon") + "RuntimeError: does not fit\n"
-    row, damaged = collect(folder("after", train_log=log + mistyped + refused))
-    assert damaged == [] and {**row, "folder": "", "training": ""} == {**expected, "folder": "", "training": ""}
-    row, _ = collect(folder("never", train_log=mistyped + refused))  # none is better: what was tried is told
-    assert (row["layer"], row["updates"], row["hardware"]) == ("softmax", None, "EPYC (threads: 1); Xeon (threads: 1)")
-
-
-def test_a_log_of_fairseq_alone_may_be_of_several_starts(folder):
-    """`fairseq-train | tee -a`, without train.sh's line: the clock begins anew with each configuration."""
-    first = start().split("\n", 1)[1] + epoch(1, 274, 200.5, wall=100)
-    row, _ = collect(folder(train_log=first + start(seed=9).split("\n", 1)[1] + epoch(2, 548, 63.25, wall=130) + DONE))
-    assert (row["wall s"], row["seed"], row["ended"], row["commit"]) == (230, "9", "yes", "unknown")
-
-
-@pytest.mark.parametrize("flag, precision", [("fp16", "float16"), ("amp", "float16 autocast"), ("", "float32")])
-def test_precision(folder, flag, precision):
-    log = start(bf16=False).replace("'bf16': False", "'bf16': False, 'amp': False")
-    row, _ = collect(folder(train_log=log.replace(f"'{flag}': False", f"'{flag}': True") + epoch(1, 274, 200.5)))
-    assert row["precision"] == precision
-
-
-def test_json_log(folder):
-    values = {"epoch": 3, "valid_loss": "8.2", "valid_ppl": "300.72", "valid_num_updates": "682"}
-    inner = {
-        "epoch": 3,
-        "update": 2.5,
-        "loss": "4.1",
-        "ppl": "17.1",
-        "wps": "977.2",
-        "num_updates": "600",
-        "wall": "55",
-    }
-    train = {"epoch": 3, "train_loss": "4.2", "train_ppl": "18", "train_num_updates": "682", "train_wall": "61"}
-    lines = {"train_inner": inner, "valid": values, "train": train}
-    log = start() + "".join(f"{TIME}{name} | {json.dumps(line)}\n" for name, line in lines.items()) + DONE
-    path = folder(train_log=log)
-    row, _ = collect(path)
-    assert (row["updates"], row["epochs"], row["valid ppl"], row["tokens/s"]) == (682, 3, 300.72, 977.2)
-    assert row["wall s"] == 61 and row["curve"] == {682: 300.72}
-
-
-def test_infinite_and_tiny_numbers_and_half_a_line():
-    lines = epoch(1, 274, "inf").replace("lr=5e-05", "lr=5e-05, clip=0") + epoch(2, 300, "nan")
-    assert list(log_records(f"{TIME}valid | epoch 002 | num_updates 300 | ppl 1{TIME}fairseq.trainer | begin\n")) == []
-    inner, valid, _, _, second, _ = [values for _, values in log_records(lines)]
-    assert valid["ppl"] == float("inf") and second["ppl"] != second["ppl"]
-    assert (inner["lr"], inner["clip"], inner["epoch"]) == (5e-5, 0, 1)
-
-
 def test_damaged_files(folder, capsys):
     binary = bytes(range(256)) * 9
     path = folder(
@@ -252,14 +152,6 @@ def test_damaged_files(folder, capsys):
         f"collect_results.py: {path}/test-perplexity.txt holds no perplexity",
         f"collect_results.py: {path}/valid.txt holds no perplexity",
     ]
-
-
-@pytest.mark.parametrize(
-    "scores", ["", "{}", "[]", "3", "null", "[3]", '[{"metric": "x"}]', '[{"metric": "BLEU 13a", "score": "x"}]']
-)
-def test_scores_that_are_none(folder, scores):
-    row, damaged = collect(folder(train_log=start(), score_json=scores))
-    assert row["BLEU 13a"] == "unreadable" and damaged == [f"{row['folder']}/score.json is no list of scores"]
 
 
 def test_empty_log_and_no_log(folder, capsys):
@@ -569,11 +461,3 @@ def test_a_table_grows_but_loses_no_row(folder, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="--markdown rows.csv is not allowed, as rows.csv is read, too"):
         collect_results.main(["rows.csv", "--markdown", "rows.csv"])
     assert (tmp_path / "rows.csv").read_bytes() == before
-
-
-def test_the_last_line_of_fairseqs_own_validation(folder):
-    line = (
-        "| INFO | test | valid on 'test' subset | loss 8.801 | nll_loss 8.271 | ppl 308.82 | wps 0 | wpb 552 | bsz 40\n"
-    )
-    row, damaged = collect(folder(train_log=start(), test__perplexity_txt="2026-11-28 00:25:59 " + line))
-    assert row["test ppl"] == 308.82 and not damaged
