@@ -6,7 +6,7 @@ import shutil
 import pytest
 import sacrebleu
 import torch
-from conftest import LAYERS, SENTENCES, USER_DIR, generate_args, hypotheses, load_parameters, run
+from conftest import LAYERS, SENTENCES, USER_DIR, generate_args, hypotheses, load_parameters, run, train_args
 from fairseq import checkpoint_utils
 from recipes import load_script
 from toy_text import NO_DROPOUT, lm_args
@@ -153,3 +153,24 @@ def test_checkpoint_brings_its_options(output_layer, trained):
     (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(trained(output_layer).checkpoint)])
     config = model.decoder.output_projection.config
     assert (config.output_layer, config.gate_dim, config.num_components) == (output_layer, 8, 4)
+
+
+def test_a_checkpoint_from_before_an_option(trained, data, tmp_path):
+    """One of before --context-scale and the monotone layers: it translates, and trains on, as one that has them."""
+    checkpoint, older = trained("mixtape").checkpoint, tmp_path / "checkpoint_last.pt"
+    state = torch.load(checkpoint, weights_only=False)
+    model = vars(state["cfg"]["model"])
+    later = ["context_scale", "locked_context_dropout", "freeze_plif", *(o for o in model if o[:4] in ("gss_", "plif"))]
+    for option in later:
+        del model[option]
+    torch.save(state, older)
+    assert hypotheses(run("generate", *generate_args(data, older)).stdout) == hypotheses(
+        run("generate", *generate_args(data, checkpoint)).stdout
+    )
+    shutil.copytree(checkpoint.parent, tmp_path / "today")
+    logs = [
+        run("train", *train_args(data, folder, "--share-decoder-input-output-embed", "--max-update", 82)).log
+        for folder in (tmp_path, tmp_path / "today")
+    ]
+    losses = [[line["loss"] for line in log["train_inner"]] for log in logs]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
