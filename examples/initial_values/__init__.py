@@ -79,9 +79,17 @@ class MoCShared(SharedContexts, MixtureOfContexts):
 class SmallGates(Mixtape):
     """v_x with a tenth of its standard deviation: the tokens' gates begin nearly alike."""
 
+    factor = 0.1
+
     def build_parameters(self) -> None:
         super().build_parameters()
-        self.gate_embedding.data.mul_(0.1)
+        self.gate_embedding.data.mul_(self.factor)
+
+
+class LargeTokenVectors(SmallGates):
+    """v_x with ten times its standard deviation: the tokens' gates begin apart."""
+
+    factor = 10.0
 
 
 class LargeGates(Mixtape):
@@ -100,6 +108,7 @@ for name, layer in {
     "mixtape-shared": MixtapeShared,
     "moc-shared": MoCShared,
     "mixtape-small-gates": SmallGates,
+    "mixtape-large-token-vectors": LargeTokenVectors,
     "mixtape-large-gates": LargeGates,
 }.items():
     layer.label = name.capitalize()

@@ -62,9 +62,10 @@ def test_shared(name):
         assert torch.equal(bias, ours.context.bias[:48])
 
 
-def test_small_gates():
-    ours, other = same_but("mixtape-small-gates", "gate_embedding")
-    torch.testing.assert_close(other.gate_embedding, ours.gate_embedding / 10)
+@pytest.mark.parametrize("name, factor", [("mixtape-small-gates", 0.1), ("mixtape-large-token-vectors", 10)])
+def test_token_vectors_of_the_gates(name, factor):
+    ours, other = same_but(name, "gate_embedding")
+    torch.testing.assert_close(other.gate_embedding, ours.gate_embedding * factor)
 
 
 def test_large_gates():
