@@ -24,6 +24,8 @@ likely a difference as large is where there is none: p of Student's and of Welch
 the score that --columns names) from a baseline. Of the CSV file's columns trainings is a line's name, groups such a
 table, from the present folder, and each further one, the baseline first, a layer with its group's name there; an empty
 cell was not run, and – stays as it is. --where and --without choose lines by their names. --differences draws it.
+--speeds TEXT, beside --plot, takes each network's speed, for its hours, from trainings whose command has TEXT: those
+that ran in turns, so that hours compare. --where and --without leave these in.
 --draw X Y PNG draws a line for each layer: means over trainings with the same X, and their standard deviations.
 A column may be a flag of the trainings' commands, too: embed-dim is what they give --embed-dim, "–" where they do not.
 
@@ -52,6 +54,7 @@ import io
 import os
 import re
 import shlex
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +70,7 @@ from mixtape_plugin.analysis.result_pictures import (
     draw_differences,
     draw_lines,
     draw_overview,
+    network_of,
 )
 from mixtape_plugin.analysis.results import (
     CURVE,
@@ -121,6 +125,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table here")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the numbers, commands and signatures here")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw validation perplexity by updates and hours")
+    parser.add_argument(
+        "--speeds",
+        metavar="TEXT",
+        help="hours of --plot at the networks' speeds in trainings whose command has this, which ran in turns",
+    )
     parser.add_argument("--draw", nargs=3, metavar=("X", "Y", "PNG"), help="also draw a column over another")
     parser.add_argument("--groups", action="store_true", help="also mean ± standard deviation over seeds")
     parser.add_argument(
@@ -221,6 +230,8 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(
             f"--differences {args.differences} needs --baseline: name the layer that others are compared with"
         )
+    if args.speeds and not args.plot:
+        raise UserError(f"--speeds {args.speeds} needs --plot: name a picture")
     if args.name and not (args.groups or args.baseline or args.groups_csv or args.plot):
         raise UserError(f"--name {shlex.join(args.name[0])} needs --groups, --baseline, --groups-csv or --plot")
 
@@ -236,10 +247,10 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("no training is given: name folders that train.sh wrote, or CSV files of --csv")
 
 
-def all_rows(args: argparse.Namespace) -> list[dict]:
-    """A row for each training that is asked for; what is damaged in a folder is said."""
+def all_rows(folders: Sequence[str]) -> list[dict]:
+    """A row for each training in these folders and CSV files; what is damaged in a folder is said."""
     found = []
-    for folder in args.folders:
+    for folder in folders:
         if folder.endswith(".csv"):
             found += read_rows(folder)
             continue
@@ -260,6 +271,11 @@ def all_rows(args: argparse.Namespace) -> list[dict]:
             print(f"collect_results.py: {row['folder']} is given twice; the last one counts", file=sys.stderr)
             rows[place] = row
         places.update(dict.fromkeys(keys, place))
+    return rows
+
+
+def asked_for(rows: Sequence[dict], args: argparse.Namespace) -> list[dict]:
+    """Those of --where, --without and --ended."""
     rows = [row for row in rows if all(has(row["command"], text) for text in args.where)]
     if not rows:
         raise UserError(f"--where {' '.join(args.where)} is in no training's command")
@@ -301,7 +317,9 @@ def report(args: argparse.Namespace) -> str:
     check(args)
     if args.overview:
         return report_overview(args)
-    rows = all_rows(args)
+    rows = all_rows(args.folders)
+    speeds = args.speeds and speeds_in_turns(rows, args.speeds)
+    rows = asked_for(rows, args)
     of_groups = args.groups or args.baseline
     known = [*csv_columns(rows), *(("group", "n") if of_groups else ()), *(P_VALUES if args.baseline else ())]
     means = [name for name, *_ in args.mean]
@@ -344,7 +362,7 @@ def report(args: argparse.Namespace) -> str:
         ("--markdown", args.markdown, lambda path: write_text(path, text)),
         ("--csv", args.csv, lambda path: save_csv(path, rows)),
         ("--groups-csv", args.groups_csv, lambda path: save_groups(path, lines)),
-        ("--plot", args.plot, lambda path: save_plot(path, found)),
+        ("--plot", args.plot, lambda path: save_plot(path, found, speeds)),
         ("--draw", args.draw and args.draw[2], lambda path: draw_lines(path, measured, *args.draw[:2])),
         ("--differences", args.differences, lambda path: draw_differences(path, lines, baseline.name, columns)),
         ("--scatter", args.scatter, lambda path: draw_correlation(path, correlation, *args.correlate)),
@@ -385,12 +403,23 @@ def save_groups(path: str | Path, lines: Sequence[dict]) -> None:
     write_csv(path, columns, ({name: line.get(name) for name in columns} for line in lines))  # None is an empty cell
 
 
-def save_plot(path: str | Path, found: Sequence[Group]) -> None:
+def speeds_in_turns(rows: Sequence[dict], text: str) -> dict[tuple, float]:
+    """Tokens a second of each network, by :func:`network_of`: the median of trainings whose command has the text."""
+    measured = {}
+    for row in rows:
+        if has(row["command"], text) and row["tokens/s"] is not None:
+            measured.setdefault(network_of(row), []).append(row["tokens/s"])
+    if not measured:
+        raise UserError(f"--speeds {text} is in no command of a training whose speed is known")
+    return {network: statistics.median(speeds) for network, speeds in measured.items()}
+
+
+def save_plot(path: str | Path, found: Sequence[Group], speeds: dict[tuple, float] | None) -> None:
     found = [replace(group, rows=[row for row in group.rows if row["curve"]]) for group in found]
     found = [group for group in found if group.rows]
     if not found:
         raise UserError(f"--plot {path} has nothing to show: none of the logs has a validation")
-    draw_curves(path, found)
+    draw_curves(path, found, speeds)
 
 
 if __name__ == "__main__":

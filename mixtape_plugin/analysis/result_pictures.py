@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import textwrap
 from pathlib import Path
-from typing import Sequence
+from typing import Mapping, Sequence
 
 from mixtape_plugin.analysis.overview import Comparison, Difference
 from mixtape_plugin.analysis.statistics import Correlation, Group, is_ratio, numbers
@@ -16,7 +17,7 @@ from mixtape_plugin.errors import UserError
 MOST_IN_A_PANEL = 8  # names of a legend beside its curves
 
 
-def draw_curves(path: str | Path, found: Sequence[Group]) -> None:
+def draw_curves(path: str | Path, found: Sequence[Group], speeds: Mapping[tuple, float] | None = None) -> None:
     """Validation perplexity against updates and, where it is known, against the hours that they take in training.
 
     Trainings that differ in seed alone have one colour: their mean and a band from the lowest to the highest, or, where
@@ -25,13 +26,16 @@ def draw_curves(path: str | Path, found: Sequence[Group]) -> None:
 
     Args:
         found: groups of trainings, each of which was validated.
+        speeds: tokens a second of networks, by :func:`network_of`, that were measured in turns. Hours are at these
+            speeds then, and no other network has any; else each training's are its own, on a machine more or less busy.
     """
     plt = pyplot()
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
-    abscissae = {"updates": lambda row: list(row["curve"]), "hours of training": hours_of_training}
-    if not any(hours_of_training(row) for group in found for row in group.rows):
-        del abscissae["hours of training"]
+    hours = functools.partial(hours_of_training, speeds=speeds)
+    abscissae = {"updates": lambda row: list(row["curve"])}
+    if any(hours(row) for group in found for row in group.rows):
+        abscissae["hours of training" + (", at speeds measured in turns" if speeds else "")] = hours
     figure, panels = plt.subplots(
         1, len(abscissae), figsize=(1 + 6 * len(abscissae), 4.5), sharey=True, squeeze=False, constrained_layout=True
     )
@@ -73,14 +77,24 @@ def draw_curves(path: str | Path, found: Sequence[Group]) -> None:
     save(plt, figure, path)
 
 
-def hours_of_training(row: dict) -> list[float] | None:
+def network_of(row: dict) -> tuple:
+    """What a network's speed is known by: the layer, with K, and the number of parameters."""
+    return row["layer"], row["parameters"]
+
+
+def hours_of_training(row: dict, speeds: Mapping[tuple, float] | None = None) -> list[float] | None:
     """When each validation was due at the training's median speed: no standstill, and nothing done twice, counts.
 
-    None where it was not validated once an epoch, or its speed is not known.
+    At the network's speed in ``speeds`` instead, where these are given. None where it was not validated once an epoch,
+    or its speed is not known.
     """
     validations, seconds = list(row["curve"]), row["s an epoch"]
     if not validations or len(validations) != row["epochs"] or seconds is None:
         return None
+    if speeds is not None:
+        if network_of(row) not in speeds or row["tokens/s"] is None:
+            return None
+        seconds *= row["tokens/s"] / speeds[network_of(row)]
     return [updates / validations[0] * seconds / 3600 for updates in validations]
 
 

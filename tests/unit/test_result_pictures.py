@@ -117,6 +117,42 @@ def test_a_plot_has_hours_where_speeds_are_known(folder, drawn, tmp_path):
     assert len(drawn[1]) == 1
 
 
+def test_hours_at_speeds_measured_in_turns(folder, drawn, tmp_path):
+    """Of the networks that were measured, by layer and parameters, whatever --where leaves out."""
+
+    def long(layer, wps, train_wall, ppl, **parameters):
+        begin = start(layer, **parameters).replace(f"train.sh {layer}", f"train.sh {layer} --long")
+        return begin + epoch(1, 300, ppl, wps=wps, train_wall=train_wall)
+
+    def turn(layer, wps):
+        begin = start(layer).replace(f"train.sh {layer}", f"train.sh {layer} --turns")
+        return begin + epoch(1, 300, 99, wps=wps).splitlines()[0] + "\n"  # neither validated nor at an epoch's end
+
+    logs = {
+        "softmax": long("softmax", 1000, 360, 200),
+        "mixtape": long("mixtape", 100, 3600, 150),
+        "wide": long("softmax", 700, 360, 120, parameters="9,000,000"),
+        "turn1": turn("softmax", 1000),
+        "turn2": turn("softmax", 2000),
+        "turn3": turn("mixtape", 500),
+    }
+    folders = [str(folder(name, train_log=text)) for name, text in logs.items()]
+    plot = ["--where=--long", "--plot", str(tmp_path / "curves.png")]
+    collect_results.main([*folders, *plot, "--speeds=--turns"])
+    by_updates, by_hours = drawn[0]
+    assert by_hours.get_xlabel() == "hours of training, at speeds measured in turns"
+    assert [len(panel.lines) for panel in (by_updates, by_hours)] == [3, 2]
+    # 360 s at 1,000 tokens a second are 240 s at 1,500, 3,600 s at 100 are 720 at 500
+    assert sorted(line.get_xydata().tolist() for line in by_hours.lines) == [
+        [[pytest.approx(240 / 3600), 200]],
+        [[pytest.approx(720 / 3600), 150]],
+    ]
+    with pytest.raises(UserError, match="--speeds --nowhere is in no command of a training whose speed is known"):
+        collect_results.main([*folders, *plot, "--speeds=--nowhere"])
+    with pytest.raises(UserError, match="--speeds --turns needs --plot"):
+        collect_results.main([*folders, "--speeds=--turns"])
+
+
 def test_a_line_for_each_layer_over_a_flag(folder, drawn, tmp_path, capsys):
     runs = [("softmax", 1, 32, 150), ("softmax", 2, 32, 160), ("softmax", 1, 64, 120), ("mixtape", 1, 32, 140)]
     folders = [
