@@ -1,6 +1,7 @@
 """Mixtures from initial values that their papers do not give: layers for ``--user-dir examples/initial_values``.
 
-One ablation each; docs/results_*.md have what they did, but for Mixtape from the identity and MoC from shared contexts.
+One ablation each; docs/results_*.md have what they did, but for Mixtape from the identity and with large token vectors,
+and MoC from shared contexts.
 Also how layers of your own are trained without a change to the plugin: a package that calls
 ``mixtape_plugin.register()`` and adds rows to ``OUTPUT_LAYERS``.
 """
