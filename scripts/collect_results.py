@@ -52,9 +52,7 @@ import argparse
 import contextlib
 import io
 import os
-import re
 import shlex
-import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +68,7 @@ from mixtape_plugin.analysis.result_pictures import (
     draw_differences,
     draw_lines,
     draw_overview,
-    network_of,
+    speeds_in_turns,
 )
 from mixtape_plugin.analysis.results import (
     CURVE,
@@ -85,8 +83,8 @@ from mixtape_plugin.analysis.results import (
     read_rows,
     value_of,
     value_of_flag,
-    words_of,
 )
+from mixtape_plugin.analysis.selection import asked_for, chosen
 from mixtape_plugin.analysis.statistics import (
     P_VALUES,
     Group,
@@ -274,20 +272,6 @@ def all_rows(folders: Sequence[str]) -> list[dict]:
     return rows
 
 
-def asked_for(rows: Sequence[dict], args: argparse.Namespace) -> list[dict]:
-    """Those of --where, --without and --ended."""
-    rows = [row for row in rows if all(has(row["command"], text) for text in args.where)]
-    if not rows:
-        raise UserError(f"--where {' '.join(args.where)} is in no training's command")
-    rows = [row for row in rows if not any(has(row["command"], text) for text in args.without)]
-    if not rows:
-        raise UserError(f"--without {' '.join(args.without)} leaves no training: each command has one of these")
-    rows = [row for row in rows if row["ended"] == "yes" or not args.ended]
-    if not rows:
-        raise UserError("--ended leaves no training: none came to its end")
-    return rows
-
-
 def split_columns(text: str, known: Sequence[str]) -> list[str]:
     """The names between commas; of names that are known, one may have a comma itself."""
     parts, names = [part.strip() for part in text.split(",")], []
@@ -298,20 +282,6 @@ def split_columns(text: str, known: Sequence[str]) -> list[str]:
     return names
 
 
-def has(command: str, text: str) -> bool:
-    """Whether the command has the text, whose last word or number must not go on there: --lr 4 is not in --lr 40.
-
-    The command is taken as a shell reads it, so that 416,140 is there where the log has 416\\,140.
-    """
-    end = r"(?!\w|\.\d)" if re.search(r"\w$", text) else ""
-    return bool(re.search(re.escape(text) + end, " ".join(words_of(command))))
-
-
-def chosen(text: str, args: argparse.Namespace) -> bool:
-    """Whether --where and --without let it pass."""
-    return all(has(text, part) for part in args.where) and not any(has(text, part) for part in args.without)
-
-
 def report(args: argparse.Namespace) -> str:
     """What is printed: the tables that are asked for. Files that are asked for are written."""
     check(args)
@@ -319,7 +289,7 @@ def report(args: argparse.Namespace) -> str:
         return report_overview(args)
     rows = all_rows(args.folders)
     speeds = args.speeds and speeds_in_turns(rows, args.speeds)
-    rows = asked_for(rows, args)
+    rows = asked_for(rows, args.where, args.without, args.ended)
     of_groups = args.groups or args.baseline
     known = [*csv_columns(rows), *(("group", "n") if of_groups else ()), *(P_VALUES if args.baseline else ())]
     means = [name for name, *_ in args.mean]
@@ -373,7 +343,7 @@ def report(args: argparse.Namespace) -> str:
 def report_overview(args: argparse.Namespace) -> str:
     """The table of --overview."""
     score = (args.columns or "test ppl").strip()
-    found = read_overview(args.overview, score, lambda name: chosen(name, args))
+    found = read_overview(args.overview, score, lambda name: chosen(name, args.where, args.without))
     outputs = {"--markdown": args.markdown, "--differences": args.differences}
     check_outputs(outputs, [args.overview, *(comparison.groups for comparison in found)])
     text = overview_markdown(found, score)
@@ -401,17 +371,6 @@ def save_csv(path: str | Path, rows: Sequence[dict]) -> None:
 def save_groups(path: str | Path, lines: Sequence[dict]) -> None:
     columns = list(dict.fromkeys(name for line in lines for name in line))
     write_csv(path, columns, ({name: line.get(name) for name in columns} for line in lines))  # None is an empty cell
-
-
-def speeds_in_turns(rows: Sequence[dict], text: str) -> dict[tuple, float]:
-    """Tokens a second of each network, by :func:`network_of`: the median of trainings whose command has the text."""
-    measured = {}
-    for row in rows:
-        if has(row["command"], text) and row["tokens/s"] is not None:
-            measured.setdefault(network_of(row), []).append(row["tokens/s"])
-    if not measured:
-        raise UserError(f"--speeds {text} is in no command of a training whose speed is known")
-    return {network: statistics.median(speeds) for network, speeds in measured.items()}
 
 
 def save_plot(path: str | Path, found: Sequence[Group], speeds: dict[tuple, float] | None) -> None:

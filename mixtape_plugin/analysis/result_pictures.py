@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Mapping, Sequence
 
 from mixtape_plugin.analysis.overview import Comparison, Difference
+from mixtape_plugin.analysis.selection import has
 from mixtape_plugin.analysis.statistics import Correlation, Group, is_ratio, numbers
 from mixtape_plugin.drawing import pyplot, save
 from mixtape_plugin.errors import UserError
@@ -80,6 +81,17 @@ def draw_curves(path: str | Path, found: Sequence[Group], speeds: Mapping[tuple,
 def network_of(row: dict) -> tuple:
     """What a network's speed is known by: the layer, with K, and the number of parameters."""
     return row["layer"], row["parameters"]
+
+
+def speeds_in_turns(rows: Sequence[dict], text: str) -> dict[tuple, float]:
+    """Tokens a second of each network, by :func:`network_of`: the median of trainings whose command has the text."""
+    measured = {}
+    for row in rows:
+        if has(row["command"], text) and row["tokens/s"] is not None:
+            measured.setdefault(network_of(row), []).append(row["tokens/s"])
+    if not measured:
+        raise UserError(f"--speeds {text} is in no command of a training whose speed is known")
+    return {network: statistics.median(speeds) for network, speeds in measured.items()}
 
 
 def hours_of_training(row: dict, speeds: Mapping[tuple, float] | None = None) -> list[float] | None:

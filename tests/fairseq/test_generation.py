@@ -158,7 +158,7 @@ def test_checkpoint_brings_its_options(output_layer, trained):
 def test_a_checkpoint_from_before_an_option(trained, data, tmp_path):
     """One of before --context-scale and the monotone layers: it translates, and trains on, as one that has them."""
     checkpoint, older = trained("mixtape").checkpoint, tmp_path / "checkpoint_last.pt"
-    state = torch.load(checkpoint, weights_only=False)
+    state = torch.load(checkpoint, weights_only=True)
     model = vars(state["cfg"]["model"])
     later = ["context_scale", "locked_context_dropout", "freeze_plif", *(o for o in model if o[:4] in ("gss_", "plif"))]
     for option in later:
