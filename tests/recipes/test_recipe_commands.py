@@ -131,7 +131,8 @@ def test_the_log_names_the_hardware(data, tmp_path):
 def test_bfloat16_on_a_cpu_that_has_it(example, gpus, data, tmp_path):
     (tmp_path / "with").write_text("flags\t\t: fpu avx512_bf16 sse\n")
     (tmp_path / "without").write_text("flags\t\t: fpu avx512f sse\n")
-    kept = 'printf "memory %s %s\\n" "${MALLOC_MMAP_THRESHOLD_-no}" "${MALLOC_TRIM_THRESHOLD_-no}" "$@"'
+    variables = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    kept = 'printf "kept %s %s %s\\n" ' + " ".join(f'"${{{name}-no}}"' for name in variables) + ' "$@"'
     venv = machine(tmp_path / "venv", fairseq_train=kept)
     said = "train.sh: on the CPU, in bfloat16, which it multiplies faster; --float32 turns it off\n"
     for cpuinfo, flags in (("with", []), ("with", ["--cpu"]), ("with", ["--float32", "--cpu"]), ("without", [])):
@@ -142,5 +143,12 @@ def test_bfloat16_on_a_cpu_that_has_it(example, gpus, data, tmp_path):
         expected = on_cpu and cpuinfo == "with" and "--float32" not in flags
         assert ("--bf16" in done.stdout) == expected and done.stderr == (said if expected else "")
         assert "--float32" not in done.stdout.splitlines()[1:]
-        assert ("memory 4294967296 8589934592\n" in done.stdout) == on_cpu
-        assert ("memory no no\n" in done.stdout) != on_cpu
+        assert ("kept 4294967296 8589934592 8192\n" in done.stdout) == on_cpu
+        assert ("kept no no no\n" in done.stdout) != on_cpu
+
+
+def test_a_users_own_capacity_of_the_cache_stays(data, tmp_path):
+    venv = machine(tmp_path / "venv", fairseq_train='echo "kept $ONEDNN_PRIMITIVE_CACHE_CAPACITY"')
+    args = ["softmax", "--data", data, "--save", tmp_path / "save", "--cpu"]
+    done = run("multi30k", "train.sh", *args, MIXTAPE_VENV=venv, ONEDNN_PRIMITIVE_CACHE_CAPACITY=0)
+    assert "kept 0\n" in done.stdout, done.stderr
