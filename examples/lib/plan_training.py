@@ -213,19 +213,14 @@ def cpu_precision(on_cpu: bool, float32: bool, save: str) -> Variables:
     if began and float32:
         raise ValueError(f"--float32 is not for {save}, which was begun in bfloat16; choose another --save")
     on_cpu = on_cpu or not import_torch().cuda.is_available()
-    # Memory of a step is kept for the next one instead of given back to the system; and so is what oneDNN compiles for
-    # each shape of a product in bfloat16: 3,000 to 5,000 for a small corpus's batches, of which it would keep 1,024.
-    kept = {
-        "export MALLOC_MMAP_THRESHOLD_": 4 << 30,
-        "export MALLOC_TRIM_THRESHOLD_": 8 << 30,
-        "export ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", 8192),
-    }
+    # Memory of a step is kept for the next one instead of given back to the system.
+    memory = {"export MALLOC_MMAP_THRESHOLD_": 4 << 30, "export MALLOC_TRIM_THRESHOLD_": 8 << 30} if on_cpu else {}
     if began is None:
         cpuinfo = os.environ.get("MIXTAPE_CPUINFO", "/proc/cpuinfo")
         began = on_cpu and not float32 and multiplies_faster_in_bfloat16(cpuinfo)
     if began and on_cpu:
         say("on the CPU, in bfloat16, which it multiplies faster; --float32 turns it off")
-    return {"precision": ["--bf16"] if began else [], **(kept if on_cpu else {})}
+    return {"precision": ["--bf16"] if began else [], **memory}
 
 
 # ------------------------------------------------------------------------------------------ whose folder it is
