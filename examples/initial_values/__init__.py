@@ -1,4 +1,5 @@
-"""Mixtures from initial values that their papers do not give: layers for ``--user-dir examples/initial_values``.
+"""Mixtures from initial values that their papers do not give, or with a scale that is not learned: layers for
+``--user-dir examples/initial_values``.
 
 One ablation each; docs/results_*.md have what they did, but for Mixtape from the identity and with large token vectors,
 and MoC from shared contexts.
@@ -77,6 +78,24 @@ class MoCShared(SharedContexts, MixtureOfContexts):
     """MoC with such contexts."""
 
 
+class FixedScale(MixtureLayer):
+    """α stays at --context-scale, instead of being learned from it. For any mixture."""
+
+    def build_parameters(self) -> None:
+        super().build_parameters()
+        if self.context_scale is None:
+            raise UserError(f"--output-layer {self.config.output_layer} needs a --context-scale; it has none")
+        self.context_scale.requires_grad_(False)
+
+
+class MixtapeFixedScale(FixedScale, Mixtape):
+    """Mixtape with such a scale."""
+
+
+class MoCFixedScale(FixedScale, MixtureOfContexts):
+    """MoC with such a scale."""
+
+
 class SmallGates(Mixtape):
     """v_x with a tenth of its standard deviation: the tokens' gates begin nearly alike."""
 
@@ -108,6 +127,8 @@ for name, layer in {
     "moc-identity": MoCIdentity,
     "mixtape-shared": MixtapeShared,
     "moc-shared": MoCShared,
+    "mixtape-fixed-scale": MixtapeFixedScale,
+    "moc-fixed-scale": MoCFixedScale,
     "mixtape-small-gates": SmallGates,
     "mixtape-large-token-vectors": LargeTokenVectors,
     "mixtape-large-gates": LargeGates,

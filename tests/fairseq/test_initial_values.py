@@ -62,6 +62,21 @@ def test_shared(name):
         assert torch.equal(bias, ours.context.bias[:48])
 
 
+@pytest.mark.parametrize("output_impl", ["eager", "fused"])
+@pytest.mark.parametrize("name", ["mixtape-fixed-scale", "moc-fixed-scale"])
+def test_fixed_scale(name, output_impl):
+    features, target = torch.randn(7, D), torch.randint(V, (7,))
+    ours, other = same_but(name, context_scale=4.0, output_impl=output_impl)
+    for each in (ours, other):
+        torch.manual_seed(2)  # the noise of the gates
+        each.loss(features, target)[0].backward()
+        torch.optim.SGD(each.parameters(), 0.1).step()
+    assert other.context_scale.item() == 4 != ours.context_scale.item()
+    assert torch.equal(other.context.weight, ours.context.weight)
+    with pytest.raises(UserError, match=f"--output-layer {name} needs a --context-scale; it has none"):
+        layer(name)
+
+
 @pytest.mark.parametrize("name, factor", [("mixtape-small-gates", 0.1), ("mixtape-large-token-vectors", 10)])
 def test_token_vectors_of_the_gates(name, factor):
     ours, other = same_but(name, "gate_embedding")
