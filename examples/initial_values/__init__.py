@@ -2,7 +2,7 @@
 ``--user-dir examples/initial_values``.
 
 One ablation each; docs/results_*.md have what they did, but for Mixtape from the identity and with large token vectors,
-and MoC from shared contexts.
+MoC from shared contexts, and fixed scales, which are not run.
 Also how layers of your own are trained without a change to the plugin: a package that calls
 ``mixtape_plugin.register()`` and adds rows to ``OUTPUT_LAYERS``.
 """
