@@ -26,7 +26,8 @@ table, from the present folder, and each further one, the baseline first, a laye
 cell was not run, and – stays as it is. --where and --without choose lines by their names. --differences draws it.
 --speeds TEXT, beside --plot, takes each network's speed, for its hours, from trainings whose command has TEXT: those
 that ran in turns, so that hours compare. --where and --without leave these in.
---draw X Y PNG draws a line for each layer: means over trainings with the same X, and their standard deviations.
+--draw X,… Y PNG draws a line for each layer: means over trainings with the same X, and their standard deviations; a
+panel for each X.
 A column may be a flag of the trainings' commands, too: embed-dim is what they give --embed-dim, "–" where they do not.
 
 A CSV file that --csv wrote stands for the folders of its rows. --page makes the tables of Markdown pages anew: each
@@ -128,7 +129,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="TEXT",
         help="hours of --plot at the networks' speeds in trainings whose command has this, which ran in turns",
     )
-    parser.add_argument("--draw", nargs=3, metavar=("X", "Y", "PNG"), help="also draw a column over another")
+    parser.add_argument("--draw", nargs=3, metavar=("X", "Y", "PNG"), help="also draw a column over others")
     parser.add_argument("--groups", action="store_true", help="also mean ± standard deviation over seeds")
     parser.add_argument(
         "--name",
@@ -298,8 +299,8 @@ def report(args: argparse.Namespace) -> str:
         known.append(name)
     by_shown_name = {shown: name for name, shown in SHOWN.items()}
     columns = args.columns and [by_shown_name.get(name, name) for name in split_columns(args.columns, known)]
-    flags = []
-    for name in dict.fromkeys((*(columns or ()), *(args.correlate or ()), *(args.draw or ())[:2])):
+    flags, over = [], args.draw and split_columns(args.draw[0], known) or ()
+    for name in dict.fromkeys((*(columns or ()), *(args.correlate or ()), *over, *(args.draw or ())[1:2])):
         if name not in known and any(value_of_flag(row["command"], name) for row in rows):
             flags.append(name)
             for row in rows:
@@ -333,7 +334,7 @@ def report(args: argparse.Namespace) -> str:
         ("--csv", args.csv, lambda path: save_csv(path, rows)),
         ("--groups-csv", args.groups_csv, lambda path: save_groups(path, lines)),
         ("--plot", args.plot, lambda path: save_plot(path, found, speeds)),
-        ("--draw", args.draw and args.draw[2], lambda path: draw_lines(path, measured, *args.draw[:2])),
+        ("--draw", args.draw and args.draw[2], lambda path: draw_lines(path, measured, over, args.draw[1])),
         ("--differences", args.differences, lambda path: draw_differences(path, lines, baseline.name, columns)),
         ("--scatter", args.scatter, lambda path: draw_correlation(path, correlation, *args.correlate)),
     )

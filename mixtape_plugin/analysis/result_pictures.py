@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
 import textwrap
@@ -110,36 +111,45 @@ def hours_of_training(row: dict, speeds: Mapping[tuple, float] | None = None) ->
     return [updates / validations[0] * seconds / 3600 for updates in validations]
 
 
-def draw_lines(path: str | Path, rows: Sequence[dict], x: str, y: str) -> None:
-    """One column over another, a line for each layer: means of the trainings with the same x, with their deviations."""
+def draw_lines(path: str | Path, rows: Sequence[dict], columns: Sequence[str], y: str) -> None:
+    """One column over each of others, a panel each, a line for each layer: means of the trainings with the same x, with
+    their deviations."""
+    for x in columns:
+        if not any(numbers([row], x) and numbers([row], y) for row in rows):
+            raise UserError(f"--draw {x} {y} has nothing to draw: no training has numbers for both")
     plt = pyplot()
-    figure, axes = plt.subplots(figsize=(6, 4.5), constrained_layout=True)
-    both = [row for row in rows if numbers([row], x) and numbers([row], y)]
-    if not both:
-        raise UserError(f"--draw {x} {y} has nothing to draw: no training has numbers for both")
-    for layer in dict.fromkeys(row["layer"] for row in both):
-        values = {}
-        for row in both:
-            if row["layer"] == layer:
-                values.setdefault(row[x], []).append(row[y])
-        at = sorted(values)
-        deviations = [statistics.stdev(values[place]) if len(values[place]) > 1 else 0 for place in at]
-        axes.errorbar(
-            at, [statistics.mean(values[place]) for place in at], deviations, fmt="o-", capsize=3, label=layer
-        )
-    places = sorted({row[x] for row in both})
-    if places[0] > 0 and places[-1] >= 4 * places[0]:
-        axes.set_xscale("log")
-    else:
-        axes.locator_params(axis="x", nbins=5)  # of more, numbers of seven digits would run into each other
-    if len(places) <= 6:  # more would run into each other
-        axes.set_xticks(places, [f"{place:g}" for place in places])
-        axes.minorticks_off()
-    else:
-        axes.xaxis.set_major_formatter("{x:,.7g}")
-    axes.set(xlabel=x, ylabel=y)
-    axes.grid(alpha=0.3)
-    axes.legend()
+    from matplotlib.ticker import LogLocator
+
+    figure, panels = plt.subplots(
+        1, len(columns), figsize=(6 * len(columns), 4.5), sharey=True, squeeze=False, constrained_layout=True
+    )
+    colors = dict(zip(dict.fromkeys(row["layer"] for row in rows), itertools.cycle(plt.get_cmap("tab10").colors)))
+    for axes, x in zip(panels[0], columns):
+        both = [row for row in rows if numbers([row], x) and numbers([row], y)]
+        for layer in dict.fromkeys(row["layer"] for row in both):
+            values = {}
+            for row in both:
+                if row["layer"] == layer:
+                    values.setdefault(row[x], []).append(row[y])
+            at = sorted(values)
+            means = [statistics.mean(values[place]) for place in at]
+            deviations = [statistics.stdev(values[place]) if len(values[place]) > 1 else 0 for place in at]
+            axes.errorbar(at, means, deviations, fmt="o-", capsize=3, label=layer, color=colors[layer])
+        places = sorted({row[x] for row in both})
+        if places[0] > 0 and places[-1] >= 4 * places[0]:
+            axes.set_xscale("log", subs=[])
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # a decade alone may have one place in view
+        else:
+            axes.locator_params(axis="x", nbins=5)  # of more, numbers of seven digits would run into each other
+        if len(places) <= 6:  # more would run into each other
+            axes.set_xticks(places, [f"{place:g}" for place in places])
+            axes.minorticks_off()
+        else:
+            axes.xaxis.set_major_formatter("{x:,.7g}")
+        axes.set(xlabel=x)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    panels[0][0].set(ylabel=y)
     save(plt, figure, path)
 
 

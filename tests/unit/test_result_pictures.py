@@ -174,6 +174,25 @@ def test_a_line_for_each_layer_over_a_flag(folder, drawn, tmp_path, capsys):
     assert first[1] == pytest.approx(155 - 50**0.5)  # the standard deviation of 150 and 160
 
 
+def test_a_panel_for_each_column_that_is_drawn_over(folder, drawn, tmp_path):
+    runs = [("softmax", 32, "500,000", 150), ("mixtape", 32, "900,000", 140), ("softmax", 64, "1,000,000", 120)]
+    folders = [
+        folder(size, train_log=start(layer, parameters=size).replace("\n", f" --width={e}\n", 1) + epoch(1, 9, ppl))
+        for layer, e, size, ppl in runs
+    ]
+    folders.append(folder("none", train_log=start("plif", parameters="7") + epoch(1, 9, 99)))
+    picture = str(tmp_path / "a.png")
+    collect_results.main([*map(str, folders), "--draw", "width,parameters", "valid ppl", picture])
+    panels = [{bars.get_label(): bars.lines[0] for bars in axes.containers} for axes in drawn[0]]
+    width, parameters = [{name: line.get_xydata().tolist() for name, line in panel.items()} for panel in panels]
+    assert width == {"softmax": [[32, 150], [64, 120]], "mixtape-4": [[32, 140]]}
+    assert parameters.pop("softmax") == [[500_000, 150], [1_000_000, 120]]
+    assert parameters.pop("mixtape-4") == [[900_000, 140]] and list(parameters.values()) == [[[7, 99]]]
+    assert all(panels[0][name].get_color() == panels[1][name].get_color() for name in width)
+    with pytest.raises(UserError, match="--draw nothing valid ppl has nothing to draw"):
+        collect_results.main([*map(str, folders), "--draw", "width,nothing", "valid ppl", picture])
+
+
 def test_places_have_names_where_there_is_room(folder, drawn, tmp_path):
     for number in 3, 7:
         sizes = [f"{700_000 + n * n:,}" for n in range(number)]
