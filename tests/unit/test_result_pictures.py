@@ -249,3 +249,18 @@ def test_differences_that_cannot_be_drawn(folder, tmp_path):
         with pytest.raises(UserError, match=message):
             collect_results.main([one, two, *argv])
     assert not picture.exists()
+
+
+def test_places_on_a_logarithmic_axis_are_written_alike(folder, drawn, tmp_path):
+    sizes = [f"{round(550_000 * 6.4 ** (n / 6)):,}" for n in range(7)]
+    folders = [folder(size, train_log=start(parameters=size) + epoch(1, 9, 99)) for size in sizes]
+    collect_results.main([*map(str, folders), "--draw", "parameters", "valid ppl", str(tmp_path / "sizes.png")])
+    (axes,) = drawn[0]
+    axes.figure.canvas.draw()
+    low, high = axes.get_xlim()
+    labels = [label for minor in (False, True) for label in axes.get_xticklabels(minor=minor) if label.get_text()]
+    assert axes.get_xscale() == "log"
+    assert [label.get_text() for label in labels if low <= label.get_position()[0] <= high] == [
+        "1,000,000",
+        "2,000,000",
+    ]
