@@ -299,7 +299,8 @@ def report(args: argparse.Namespace) -> str:
         known.append(name)
     by_shown_name = {shown: name for name, shown in SHOWN.items()}
     columns = args.columns and [by_shown_name.get(name, name) for name in split_columns(args.columns, known)]
-    flags, over = [], args.draw and split_columns(args.draw[0], known) or ()
+    over = split_columns(args.draw[0], known) if args.draw else []
+    flags = []
     for name in dict.fromkeys((*(columns or ()), *(args.correlate or ()), *over, *(args.draw or ())[1:2])):
         if name not in known and any(value_of_flag(row["command"], name) for row in rows):
             flags.append(name)

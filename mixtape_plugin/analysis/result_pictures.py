@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import statistics
 import textwrap
@@ -114,18 +113,18 @@ def hours_of_training(row: dict, speeds: Mapping[tuple, float] | None = None) ->
 def draw_lines(path: str | Path, rows: Sequence[dict], columns: Sequence[str], y: str) -> None:
     """One column over each of others, a panel each, a line for each layer: means of the trainings with the same x, with
     their deviations."""
-    for x in columns:
-        if not any(numbers([row], x) and numbers([row], y) for row in rows):
+    found = {x: [row for row in rows if numbers([row], x) and numbers([row], y)] for x in columns}
+    for x, both in found.items():
+        if not both:
             raise UserError(f"--draw {x} {y} has nothing to draw: no training has numbers for both")
     plt = pyplot()
     from matplotlib.ticker import LogLocator
 
     figure, panels = plt.subplots(
-        1, len(columns), figsize=(6 * len(columns), 4.5), sharey=True, squeeze=False, constrained_layout=True
+        1, len(found), figsize=(6 * len(found), 4.5), sharey=True, squeeze=False, constrained_layout=True
     )
-    colors = dict(zip(dict.fromkeys(row["layer"] for row in rows), itertools.cycle(plt.get_cmap("tab10").colors)))
-    for axes, x in zip(panels[0], columns):
-        both = [row for row in rows if numbers([row], x) and numbers([row], y)]
+    colors = {layer: f"C{n}" for n, layer in enumerate(dict.fromkeys(row["layer"] for row in rows))}
+    for axes, (x, both) in zip(panels[0], found.items()):
         for layer in dict.fromkeys(row["layer"] for row in both):
             values = {}
             for row in both:

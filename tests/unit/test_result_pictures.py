@@ -204,17 +204,33 @@ def test_places_have_names_where_there_is_room(folder, drawn, tmp_path):
     assert few == ["700000", "700001", "700004"] and "700,010" in many and "700,001" not in many
 
 
-def test_large_numbers_do_not_run_into_each_other(folder, drawn, tmp_path):
-    sizes = [f"{round(550_000 + 1_450_000 * n / 6):,}" for n in range(7)]
-    folders = [folder(size, train_log=start(parameters=size) + epoch(1, 9, 99)) for size in sizes]
-    collect_results.main([*map(str, folders), "--draw", "parameters", "valid ppl", str(tmp_path / "sizes.png")])
-    (axes,) = drawn[0]
-    axes.figure.canvas.draw()
-    low, high = axes.get_xlim()
-    labels = [label for label in axes.get_xticklabels() if low <= label.get_position()[0] <= high]
+@pytest.fixture
+def drawn_over_parameters(folder, drawn, tmp_path):
+    """Draws a training of each size over the parameters; returns the axes and the labels in view."""
+
+    def draw(sizes):
+        folders = [folder(f"{size}", train_log=start(parameters=f"{size:,}") + epoch(1, 9, 99)) for size in sizes]
+        collect_results.main([*map(str, folders), "--draw", "parameters", "valid ppl", str(tmp_path / "sizes.png")])
+        (axes,) = drawn[-1]
+        axes.figure.canvas.draw()
+        low, high = axes.get_xlim()
+        labels = [*axes.get_xticklabels(), *axes.get_xticklabels(minor=True)]
+        return axes, [label for label in labels if label.get_text() and low <= label.get_position()[0] <= high]
+
+    return draw
+
+
+def test_large_numbers_do_not_run_into_each_other(drawn_over_parameters):
+    _, labels = drawn_over_parameters([round(550_000 + 1_450_000 * n / 6) for n in range(7)])
     boxes = [label.get_window_extent() for label in labels]
     assert len(boxes) > 2
     assert all(left.x1 < right.x0 for left, right in zip(boxes, boxes[1:]))
+
+
+def test_places_on_a_logarithmic_axis_are_written_alike(drawn_over_parameters):
+    axes, labels = drawn_over_parameters([round(550_000 * 6.4 ** (n / 6)) for n in range(7)])
+    assert axes.get_xscale() == "log"
+    assert [label.get_text() for label in labels] == ["1,000,000", "2,000,000"]
 
 
 def test_differences(folder, drawn, tmp_path, capsys):
@@ -249,18 +265,3 @@ def test_differences_that_cannot_be_drawn(folder, tmp_path):
         with pytest.raises(UserError, match=message):
             collect_results.main([one, two, *argv])
     assert not picture.exists()
-
-
-def test_places_on_a_logarithmic_axis_are_written_alike(folder, drawn, tmp_path):
-    sizes = [f"{round(550_000 * 6.4 ** (n / 6)):,}" for n in range(7)]
-    folders = [folder(size, train_log=start(parameters=size) + epoch(1, 9, 99)) for size in sizes]
-    collect_results.main([*map(str, folders), "--draw", "parameters", "valid ppl", str(tmp_path / "sizes.png")])
-    (axes,) = drawn[0]
-    axes.figure.canvas.draw()
-    low, high = axes.get_xlim()
-    labels = [label for minor in (False, True) for label in axes.get_xticklabels(minor=minor) if label.get_text()]
-    assert axes.get_xscale() == "log"
-    assert [label.get_text() for label in labels if low <= label.get_position()[0] <= high] == [
-        "1,000,000",
-        "2,000,000",
-    ]
