@@ -38,25 +38,25 @@ def write_parallel(folder, **changed):
 @pytest.mark.slow
 def test_from_nothing_to_a_table_and_again(tmp_path):
     out = tmp_path / "out"
-    run = quickstart("--out", out, "--updates", "20")
+    run = quickstart("--out", out, "--updates", "60")
     assert run.returncode == 0, run.stderr
     rows = list(csv.DictReader((out / "table.csv").open()))
     assert [row["output layer"] for row in rows] == ["softmax", "mixtape", "the truth"]
     truth = json.loads((out / "text" / "truth.json").read_text())
     assert float(rows[2]["test perplexity"]) == pytest.approx(truth["perplexity"], abs=0.01)
-    for row in rows[:2]:  # nobody beats the truth in 20 updates, nor is worse than uniform by much
+    for row in rows[:2]:  # nobody beats the truth in 60 updates, nor is worse than uniform by much
         assert truth["perplexity"] < float(row["test perplexity"]) < 1000
     assert int(rows[0]["rank of log P"]) <= 8 + 2 < int(rows[1]["rank of log P"])
     assert (out / "table.md").read_text().strip() in run.stdout
 
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and "table" not in path.name}
     table = (out / "table.csv").read_bytes()
-    again = quickstart("--out", out, "--updates", "20")
+    again = quickstart("--out", out, "--updates", "60")
     assert again.returncode == 0, again.stderr
     after = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and "table" not in path.name}
     assert before == after
     assert (out / "table.csv").read_bytes() == table
-    other = quickstart("--out", out, "--updates", "30")
+    other = quickstart("--out", out, "--updates", "70")
     assert other.returncode == 1 and "other settings" in other.stderr
 
 
