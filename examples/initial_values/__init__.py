@@ -1,8 +1,8 @@
 """Mixtures from initial values that their papers do not give, or with a scale that is not learned: layers for
 ``--user-dir examples/initial_values``.
 
-One ablation each; docs/results_*.md have what they did, but for Mixtape from the identity and with large token vectors,
-MoC from shared contexts, and fixed scales, which are not run.
+One ablation each; docs/results_*.md have what they did, but for MoC from shared contexts and with a fixed scale, which
+are not run.
 Also how layers of your own are trained without a change to the plugin: a package that calls
 ``mixtape_plugin.register()`` and adds rows to ``OUTPUT_LAYERS``.
 """
