@@ -38,7 +38,7 @@ def write_parallel(folder, **changed):
 @pytest.mark.slow
 def test_from_nothing_to_a_table_and_again(tmp_path):
     out = tmp_path / "out"
-    # after 20 updates both networks translate at greater length, which took three times as long
+    # after 20 updates translating takes three times as long
     run = quickstart("--out", out, "--updates", "60")
     assert run.returncode == 0, run.stderr
     rows = list(csv.DictReader((out / "table.csv").open()))
