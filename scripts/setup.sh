@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Make .venv with everything installed. Running it again takes a second; after an interruption it goes on.
-#   PYTHON=python3.12      the Python to build it with (default: the first of 3.11, 3.12, 3.13, ... that works)
+#   PYTHON=python3.12      the Python to build it with (default: the first of 3.11, 3.12, 3.13, ... that
+#                          works; on Linux x86-64 3.12 first, which needs no compiler)
 #   MIXTAPE_VENV=DIR       another place than .venv; a relative one is relative to the repository
 #   MIXTAPE_CUDA=1         accept a torch with CUDA (gigabytes) on a machine without an NVIDIA GPU
 set -euo pipefail
 case ${1-} in
     "") ;;
-    -h | --help) sed -n '2,5s/^# //p' "${BASH_SOURCE[0]}"; exit ;;
+    -h | --help) sed -n '2,6s/^# //p' "${BASH_SOURCE[0]}"; exit ;;
     *) echo "setup.sh: unknown option $1; see setup.sh --help" >&2; exit 1 ;;
 esac
 unset CDPATH # with it cd may go elsewhere, and print where
@@ -58,7 +59,9 @@ if [ -n "${PYTHON:-}" ]; then
 elif [ -x "$venv/bin/python" ] && works "$venv/bin/python"; then
     PYTHON="$venv/bin/python"
 else
-    for candidate in python3.11 python3.12 python3.13 python3 python python3.10 python3.9 python3.8; do
+    candidates=(python3.11 python3.12 python3.13 python3 python python3.10 python3.9 python3.8)
+    [ "$(uname -sm)" != "Linux x86_64" ] || candidates=(python3.12 "${candidates[@]}") # has a compiled fairseq there
+    for candidate in "${candidates[@]}"; do
         if works "$candidate"; then
             PYTHON="$candidate"
             break

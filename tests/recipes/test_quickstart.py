@@ -171,6 +171,21 @@ def test_setup_takes_no_argument(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("machine, chosen", [("Linux x86_64", "3.12"), ("Linux aarch64", "3.11")])
+def test_setup_takes_the_python_that_has_a_compiled_fairseq(machine, chosen, tmp_path):
+    pythons = {  # without a venv module, so that nothing is made
+        f"python{version}": f'case "$2" in *venv*) exit 1 ;; *print*) echo {version} ;; esac'
+        for version in ("3.11", "3.12")
+    }
+    stub(tmp_path, uname=f"echo {machine}", **pythons)
+    environment = {**tools(), "MIXTAPE_VENV": str(tmp_path / "venv"), "PYTHON": ""}
+    environment["PATH"] = f"{tmp_path / 'bin'}:{environment['PATH']}"
+    done = subprocess.run([SCRIPTS / "setup.sh"], env=environment, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1 and done.stderr.startswith(
+        f"setup.sh: Python {chosen} (python{chosen}) has no venv module"
+    )
+
+
 def test_setup_takes_a_python_from_where_it_is_typed(tmp_path):
     (tmp_path / "python").write_text("#!/bin/sh\necho 2.7 is too old; exit 1\n")
     (tmp_path / "python").chmod(0o755)
