@@ -36,6 +36,7 @@ HELP = """
 --finetune      the second stage, after the first has ended: averaged SGD from its best weights, into DIR/finetuned
 --small         smaller, for a CPU, each layer of about as many parameters; in checkpoints/{example}.small.LAYER.seed1
 --long          with --small, 30 epochs and what dropouts suit them; in checkpoints/{example}.small.long.LAYER.seed1
+--short         30 epochs with a linear decay and dropouts of .2; in checkpoints/{example}.short.LAYER.seed1
 --float32       on the CPU, no bfloat16 even where the processor is faster in it
 --data DIR      what prepare.sh wrote (default: {data})
 --save DIR      checkpoints and train.log; other flags want another (default: checkpoints/{example}.LAYER.seedN)
@@ -332,7 +333,7 @@ def plan(recipe: argparse.Namespace, arguments: Sequence[str]) -> Variables:
     if options.get("float32") and "--bf16" in extra:
         raise ValueError("--float32 and --bf16 exclude each other")
     data, seed = options["data"] or recipe.data, options["seed"] or layer.settings.get("seed", "1")
-    example = ".".join([recipe.example, *(name for name in ("small", "long", "smoke") if options.get(name))])
+    example = ".".join([recipe.example, *(name for name in ("small", "long", "short", "smoke") if options.get(name))])
     save = options["save"] or f"checkpoints/{example}.{name}.seed{seed}"
     if not options["print"] and not any(Path(data).glob(recipe.dictionary)):
         raise ValueError(f"--data {data} holds no binarized data; run prepare.sh first")

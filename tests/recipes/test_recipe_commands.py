@@ -116,6 +116,19 @@ def test_the_second_stage_is_printed_before_the_first_has_ended(venv):
     assert mistake("wmt14_en_de", "train.sh", "mos", "--smoke", "--max-tokens", 7, MIXTAPE_VENV=venv) == message
 
 
+def test_short_is_what_the_results_have(venv):
+    """Of Multi30k, 30 epochs with both dropouts at .2: the flags of these trainings' commands in runs.csv."""
+    spelled_out = "--lr-scheduler polynomial_decay --warmup-updates 1000 --total-num-update 3780 --max-epoch 30"
+    spelled_out += " --context-scale 4 --dropout 0.2"
+    for layer, dropout in (("mixtape", "--context-dropout 0.2"), ("softmax", "")):
+        flags = [*spelled_out.split(), *dropout.split()]
+        _, long = meaning(output("multi30k", "train.sh", layer, *flags, "--save", "a", "--print", MIXTAPE_VENV=venv))
+        _, short = meaning(
+            output("multi30k", "train.sh", layer, "--short", "--save", "a", "--print", MIXTAPE_VENV=venv)
+        )
+        assert short == long
+
+
 def test_the_log_names_the_hardware(data, tmp_path):
     (tmp_path / "cpuinfo").write_text("model name\t: EPYC\n")
     venv = machine(tmp_path / "venv", fairseq_train="true", nvidia_smi="printf 'H100\\nH100\\n'")
