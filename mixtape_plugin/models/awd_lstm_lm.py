@@ -25,6 +25,7 @@ from mixtape_plugin.models.options import add_options, complete_options
 from mixtape_plugin.models.recurrent_decoder import RecurrentDecoder
 from mixtape_plugin.modules.embedding_dropout import embed_with_dropout
 from mixtape_plugin.modules.locked_dropout import locked_dropout
+from mixtape_plugin.modules.retained_dropout import RetainsDropout
 from mixtape_plugin.modules.weight_drop import WeightDropLSTM
 from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer, check_dictionary
 
@@ -87,7 +88,7 @@ def check_vocabulary(saved: str, dictionary: Dictionary, masked_tokens: Sequence
         )
 
 
-class AWDLSTMDecoder(RecurrentDecoder):
+class AWDLSTMDecoder(RetainsDropout, RecurrentDecoder):
     """Embedding → LSTM layers with weight drop → output layer.
 
     Word dropout from the embedding, in training normal noise on it (Parthiban et al. 2021), then locked dropouts (one
@@ -162,16 +163,16 @@ class AWDLSTMDecoder(RecurrentDecoder):
                     f"the hidden state of {stream} has {len(states[0][0])} columns, and its next segment "
                     f"{len(prev_output_tokens)}: within a text their number cannot change"
                 )
-        x = embed_with_dropout(self.embed_tokens, prev_output_tokens, self.embedding_dropout, self.training)
+        x = embed_with_dropout(self.embed_tokens, prev_output_tokens, self.embedding_dropout, self.drops_out)
         if self.training and self.embedding_noise:  # none is drawn without, so that other trainings stay as they were
             x = x + self.embedding_noise * torch.randn_like(x)
         if states is None:
             states = [(x.new_zeros(x.size(0), layer.hidden_size),) * 2 for layer in self.layers]
-        x = locked_dropout(x, self.input_dropout, self.training)
+        x = locked_dropout(x, self.input_dropout, self.drops_out)
         new_states = []
         for i, (layer, state) in enumerate(zip(self.layers, states)):
             if i > 0:
-                x = locked_dropout(x, self.hidden_dropout, self.training)
+                x = locked_dropout(x, self.hidden_dropout, self.drops_out)
             x, state = layer(x, state)
             new_states.append(tuple(part.detach() for part in state))
         if incremental_state is not None:
@@ -179,7 +180,7 @@ class AWDLSTMDecoder(RecurrentDecoder):
             self.keep_state(incremental_state, kept)
         else:
             self.states[stream] = new_states
-        return locked_dropout(x, self.dropout, self.training), {"attn": [None], "last_hidden": x}
+        return locked_dropout(x, self.dropout, self.drops_out), {"attn": [None], "last_hidden": x}
 
     def upgrade_state_dict_named(self, state_dict: dict, name: str) -> None:
         """Raises UserError for parameters of another vocabulary; fairseq calls it whenever it is about to load some."""

@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mixtape_plugin.modules.retained_dropout import RetainsDropout
 
-class WeightDropLSTM(nn.Module):
+
+class WeightDropLSTM(RetainsDropout, nn.Module):
     """One LSTM layer; in training each call zeroes elements of ``weight_hh`` with probability p, the rest are scaled
     by 1/(1−p). The same matrix serves all time steps of the call.
 
@@ -32,7 +34,7 @@ class WeightDropLSTM(nn.Module):
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The outputs [B, T, H] for x [B, T, I], and the state (h, c), [B, H] each, after the last step."""
-        weight_hh = F.dropout(self.weight_hh, self.weight_dropout, self.training)
+        weight_hh = F.dropout(self.weight_hh, self.weight_dropout, self.drops_out)
         weights = [self.weight_ih, weight_hh, self.bias_ih, self.bias_hh]
         state = [part.unsqueeze(0) for part in state]
         # What torch.nn.LSTM calls: biases, one layer, no dropout between layers, one direction, batch first.

@@ -18,6 +18,7 @@ from mixtape_plugin.errors import UserError
 from mixtape_plugin.kernels.common import Smoothing
 from mixtape_plugin.kernels.precision import at_least_float32, autocast_dtype
 from mixtape_plugin.modules.locked_dropout import locked_dropout
+from mixtape_plugin.modules.retained_dropout import RetainsDropout
 from mixtape_plugin.output_layers.config import OutputLayerConfig
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def cross_entropy(
     return Smoothing.over(log_probs.size(-1), label_smoothing).loss(nll, spread), nll
 
 
-class OutputLayer(nn.Module):
+class OutputLayer(RetainsDropout, nn.Module):
     """Turns features [..., D] into a distribution over V tokens.
 
     Subclasses implement :meth:`forward`, from which the eager loss follows, and say what they cost, in
@@ -93,8 +94,6 @@ class OutputLayer(nn.Module):
     fixed_options: tuple = ()
     #: S, the first tokens of the vocabulary, for which it has more parameters than for the others.
     num_frequent = 0
-    #: Whether its dropouts go on in evaluation, for samples of what the network is unsure of.
-    retains_dropout = False
 
     def __init__(
         self,
@@ -158,18 +157,6 @@ class OutputLayer(nn.Module):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self.set_optim_overrides()  # which copy.deepcopy leaves out
-
-    def make_generation_fast_(
-        self, retain_dropout: bool = False, retain_dropout_modules: Sequence[str] | None = None, **kwargs
-    ) -> None:
-        """fairseq's word before a generation: whether dropouts go on there (``--retain-dropout``), and in which
-        classes of modules (None: in all)."""
-        of_this = retain_dropout_modules is None or type(self).__name__ in retain_dropout_modules
-        self.retains_dropout = retain_dropout and of_this
-
-    @property
-    def drops_out(self) -> bool:
-        return self.training or self.retains_dropout
 
     @classmethod
     def has_fused_loss(cls) -> bool:

@@ -451,6 +451,20 @@ def test_everything_at_once_equals_reference():
     close(*(torch.autograd.grad(weighted(x), parameters) for x in (features, expected)))
 
 
+@pytest.mark.parametrize("kind", [name for name in DROPOUTS if name != "context"])
+def test_dropouts_are_retained(kind):
+    """fairseq-generate --retain-dropout: two passes over the same words differ by each dropout, but not by noise."""
+    tokens = random_tokens(2, 6)
+    for modules, retained in (None, True), (["AWDLSTMDecoder", "WeightDropLSTM"], True), (["SoftmaxLayer"], False):
+        model = build(**{kind: 0.5}, command="--embedding-noise 0.5").eval()
+        assert torch.equal(model(tokens)[0], model(tokens)[0])
+        model.make_generation_fast_(retain_dropout=True, retain_dropout_modules=modules)
+        assert torch.equal(model(tokens)[0], model(tokens)[0]) != retained
+    model = build(command="--embedding-noise 0.5").eval()
+    model.make_generation_fast_(retain_dropout=True)
+    assert torch.equal(model(tokens)[0], model(tokens)[0])
+
+
 def test_weight_drop_lstm_alone():
     """A layer's expectation: the mean of W_hh's effect over many masks is W_hh's, each entry kept with 1 - p.
 
