@@ -59,7 +59,8 @@ def test_a_copy_asks_for_the_same_rates(name):
     """torch copies a parameter without its attributes."""
     layer = build(name, context_scale=2.0, plif_lr_scale=0.5)
     wanted = {k: p.optim_overrides for k, p in layer.named_parameters() if hasattr(p, "optim_overrides")}
-    assert wanted["context_scale"] == {"optimizer": {"weight_decay_scale": 0.0}} and len(wanted) == 1 + (name == "plif")
+    of_the_scale = {"weight_decay_scale": 0.0, "sgd_lr_scale": 1e-3}
+    assert wanted["context_scale"] == {"optimizer": of_the_scale} and len(wanted) == 1 + (name == "plif")
     for other in copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)):
         for key, parameter in other.named_parameters():
             assert getattr(parameter, "optim_overrides", None) == wanted.get(key)
