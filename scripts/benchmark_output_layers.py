@@ -76,8 +76,8 @@ def parse_shape(text: str) -> Shape:
         raise UserError(
             f"--shapes {text} is none of {', '.join(SHAPES)}, and no V:E:D:K:r:N such as 1000:16:24:3:0.1:64"
         ) from None
-    if min(shape.vocab_size, shape.embed_dim, shape.feature_dim) < 1:
-        raise UserError(f"--shapes {text} has a V, E or D that is not allowed: at least 1")
+    if shape.vocab_size < 2 or min(shape.embed_dim, shape.feature_dim) < 1:  # of one token there is nothing to predict
+        raise UserError(f"--shapes {text} has a V, E or D that is not allowed: V is at least 2, E and D at least 1")
     return shape
 
 

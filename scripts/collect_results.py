@@ -95,6 +95,7 @@ from mixtape_plugin.analysis.statistics import (
     find_baseline,
     groups,
     groups_markdown,
+    leave_out_repeats,
     rename,
 )
 from mixtape_plugin.drawing import PICTURES
@@ -314,6 +315,8 @@ def report(args: argparse.Namespace) -> str:
     found = groups(rows)
     rename(found, args.name)
     if of_groups or args.groups_csv:
+        for repeat, first in leave_out_repeats(found):
+            print(f"collect_results.py: {repeat} has the seed of {first}, which counts instead", file=sys.stderr)
         baseline = find_baseline(found, args.baseline) if args.baseline else None
         lines, tests = compare(found, baseline, means)
     if of_groups:

@@ -135,13 +135,16 @@ evaluate_translation() {
   local tokens=$data/text/lower-cased-tokens.test.$1
   [ ! -f "$tokens" ] || references+=(--lower-cased-tokens "$tokens")
 
-  local before="" analyses=({rank,predictions,similarity}.json) results=(lenpen{,.json} {test,valid}.hyp {,valid-}score.{txt,json})
+  local before="" made=(test.hyp score.{txt,json})
+  local of_this=(test-perplexity.txt {rank,predictions,similarity}.json {test,valid}.hyp {,valid-}score.{txt,json} lenpen{,.json})
+  [ -z "$valid" ] || made+=(valid.hyp valid-score.{txt,json})
+  [ -z "$tune_lenpen" ] || made+=(lenpen{,.json})
   [ ! -f "$save/average.pt" ] || before=$(checksum md5 "$save/average.pt")
   python "$root/scripts/average_checkpoints.py" --last "${last:-$2}" "$save" --by "$3" --output "$save/average.pt"
   [ -n "$before" ] && [ "$(checksum md5 "$save/average.pt")" = "$before" ] || # else they are of another model
-    rm -rf "$save/test-perplexity.txt" "${analyses[@]/#/$save/}" "${results[@]/#/$save/}"
+    (cd "$save" && rm -rf "${of_this[@]}")
   test_perplexity "${flags[@]}" # fails with data of another dictionary, before anything that is there is lost
-  rm -rf "${results[@]/#/$save/}"
+  (cd "$save" && rm -rf "${made[@]}")
   translate "$1" test test generate.log "${flags[@]}"
   scores "$1" test "" "${references[@]}"
   if [ -n "$valid" ]; then

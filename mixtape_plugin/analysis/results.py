@@ -42,6 +42,7 @@ LAST_UPDATES = 4000  # over which Yang et al. 2018 average the train perplexity 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float16 autocast": "amp"}
 START = "train.sh: commit "  # begins the line that train.sh writes before each start of fairseq-train
 CONFIGURATION = r"[-\d]+ [:\d]+ \| INFO \| fairseq_cli\.train \| \{"  # begins what fairseq-train says first
+ANEW = r"No existing checkpoint found|Loaded checkpoint .* @ 0 updates\)"  # what it says where it resumes nothing
 
 
 def log_records(text: str) -> Iterator[tuple]:
@@ -113,7 +114,8 @@ def train_perplexity(records: Iterable[tuple], several_shards: bool) -> float | 
 
 def starts_of(text: str) -> list[str]:
     """What each start of fairseq-train wrote into a log, from train.sh's line on or, without that, from the
-    configuration; but for starts that trained nothing, such as refused commands, unless no other is there."""
+    configuration; but for starts that trained nothing, such as refused commands, unless no other is there, and for
+    those before a training that began anew, whose checkpoints were taken away."""
     starts = []
     for part in re.split(f"(?={re.escape(START)}|{CONFIGURATION})", text):
         if starts and starts[-1].startswith(START) and not re.search(CONFIGURATION, starts[-1]):
@@ -121,7 +123,8 @@ def starts_of(text: str) -> list[str]:
         else:
             starts.append(part)
     trained = [start for start in starts if "done training in " in start or next(log_records(start), None)]
-    return trained or starts
+    first = max((n for n, start in enumerate(trained) if re.search(ANEW, start)), default=0)
+    return trained[first:] or starts
 
 
 def from_log(text: str) -> dict:

@@ -138,6 +138,26 @@ def groups(rows: Sequence[dict]) -> list:
     return found
 
 
+def leave_out_repeats(found: Sequence[Group]) -> list:
+    """Takes out of each group the trainings of a seed that it has already, one that ended before one that did not: the
+    same numbers once more, or nearly, are no further sample of what seeds do. Runs without a validation, of which the
+    speed is all that counts, stay.
+
+    Returns:
+        for each that is left out its folder, and that of the training that stays.
+    """
+    repeats = []
+    for group in found:
+        kept = {}
+        for row in sorted(group.rows, key=lambda row: row.get("ended") == "no"):
+            own = row["seed"] is None or not numbers([row], "valid ppl")
+            stays = kept.setdefault(id(row) if own else row["seed"], row)
+            if stays is not row:
+                repeats.append((row["folder"], stays["folder"]))
+        group.rows = [row for row in group.rows if any(row is stays for stays in kept.values())]
+    return repeats
+
+
 def rename(found: Sequence[Group], names: Sequence[Sequence[str]]) -> None:
     """Calls groups by other names, pairs of the present one and the new.
 

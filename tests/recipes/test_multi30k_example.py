@@ -186,7 +186,7 @@ def test_prepare_downloads(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_train_and_evaluate(prepared, tmp_path):
-    save = tmp_path / "save"
+    save = tmp_path / "R&D"  # & stands for what is replaced, in bash's ${name/pattern/replacement}
     done = run("train.sh", "mixtape", "--data", prepared, "--save", save, "--seed", 3, *recipes.TINY_TRANSFORMER)
     assert done.returncode == 0, done.stderr
     log = (save / "train.log").read_text()
@@ -232,11 +232,22 @@ def test_train_and_evaluate(prepared, tmp_path):
 
     # what was found out about an average stays with the same one, and no longer
     (save / "rank.json").write_text('{"columns": {"rank": 5}}')
+    found_out = {
+        name: (save / name).read_bytes() for name in ("valid.hyp", "valid-score.json", "lenpen.json", "test.hyp")
+    }
+    (save / "test.hyp").write_text("half\n")
+    done = run("evaluate.sh", save, "--data", prepared, "--last", 5)
+    assert done.returncode == 0, done.stderr
+    assert {name: (save / name).read_bytes() for name in found_out} == found_out
+    assert (save / "lenpen" / "test.hyp").exists() and (save / "rank.json").exists()
     broken = recipes.stub(tmp_path / "broken", fairseq_validate="echo no memory; exit 1")
     for last, kept in ((5, True), (4, False)):
         sentence = mistake("evaluate.sh", save, "--data", prepared, "--last", last, MIXTAPE_VENV=broken)
         assert sentence.endswith("no memory")
-        assert (save / "rank.json").exists() == (save / "score.json").exists() == kept
+        left = [
+            (save / name).exists() for name in ("rank.json", "score.json", "valid-score.json", "lenpen", "lenpen.json")
+        ]
+        assert left == [kept] * len(left)
 
     french = tmp_path / "french"
     (french / "text").mkdir(parents=True)

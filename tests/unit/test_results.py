@@ -66,6 +66,22 @@ def test_a_start_that_trained_nothing_changes_nothing(folder):
     assert (row["layer"], row["updates"], row["hardware"]) == ("softmax", None, "EPYC (threads: 1); Xeon (threads: 1)")
 
 
+@pytest.mark.parametrize(
+    "said", ["No existing checkpoint found a/checkpoint_last.pt", "Loaded checkpoint a/best.pt (epoch 6 @ 0 updates)"]
+)
+def test_a_training_begun_anew_is_another(folder, said):
+    """Its checkpoints were removed, and its log was not: nothing of what went before is of this network."""
+    said = f"{TIME}fairseq.trainer | {said}\n"
+    before = start("softmax", seed=9) + said + epoch(1, 274, 50) + epoch(2, 548, 40) + DONE
+    anew = start() + said + epoch(1, 274, 200.5)
+    resumed = start() + f"{TIME}fairseq.trainer | Loaded checkpoint a/checkpoint_last.pt (epoch 2 @ 274 updates)\n"
+    refused = start("softmax") + "RuntimeError: does not fit\n"
+    expected, _ = collect(folder("alone", train_log=anew + resumed + epoch(2, 548, 150) + DONE))
+    row, damaged = collect(folder("after", train_log=before + anew + refused + resumed + epoch(2, 548, 150) + DONE))
+    assert damaged == [] and {**row, "folder": "", "training": ""} == {**expected, "folder": "", "training": ""}
+    assert (row["layer"], row["valid ppl"], row["wall s"]) == ("mixtape-4", 150.0, 120)
+
+
 def test_a_log_of_fairseq_alone_may_be_of_several_starts(folder):
     """`fairseq-train | tee -a`, without train.sh's line: the clock begins anew with each configuration."""
     first = start().split("\n", 1)[1] + epoch(1, 274, 200.5, wall=100)

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from statistics import stdev
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -20,6 +21,7 @@ from mixtape_plugin.analysis.statistics import (
     find_baseline,
     groups,
     groups_markdown,
+    leave_out_repeats,
     p_values,
 )
 from mixtape_plugin.errors import UserError
@@ -114,6 +116,27 @@ def test_groups_are_of_equal_commands_but_for_seed_and_save():
     assert [[r["seed"] for r in group.rows] for group in found] == [["0", "2", "3"], ["1", "4"], ["5"], ["6"]]
     assert [group.name for group in found[:2]] == ["softmax: no further flags", "softmax: --lr 20"]
     assert [group.name for group in found[2:]] == ["softmax: run5", "softmax: run6"]
+
+
+def test_a_seed_counts_once():
+    """The first one, but that one which ended goes before; runs for their speed alone all count."""
+    values = [
+        (1, 80.0, "yes"),
+        (2, 79.0, "no"),
+        (1, 80.5, "yes"),
+        (2, 81.0, "yes"),
+        (None, 82.0, "no"),
+        (None, 83.0, "yes"),
+    ]
+    rows = [row("train.sh softmax", seed, f"run{n}", ended=ended) for n, (seed, _, ended) in enumerate(values)]
+    for line, (seed, ppl, _) in zip(rows, values):
+        line.update({"valid ppl": ppl, "seed": seed})
+    found = groups(rows)
+    assert leave_out_repeats(found) == [("run2", "run0"), ("run1", "run3")]
+    assert [line["folder"] for line in found[0].rows] == ["run0", "run3", "run4", "run5"]
+    assert found[0].sample("valid ppl") == Sample(81.5, pytest.approx(stdev([80, 81, 82, 83])), 4)
+    speeds = groups([row("train.sh softmax", 1, f"run{n}", **{"tokens/s": 100 + n}) for n in range(3)])
+    assert leave_out_repeats(speeds) == [] and len(speeds[0].rows) == 3
 
 
 def test_the_order_of_flags_makes_no_group_unless_one_is_given_twice():
