@@ -10,6 +10,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEn
 from fairseq.dataclass import FairseqDataclass
 from fairseq.models import BaseFairseqModel
 from fairseq.tasks import FairseqTask
+from fairseq.tasks.translation import TranslationTask
 from omegaconf import II, DictConfig
 from torch import Tensor
 
@@ -99,6 +100,15 @@ class OutputLayerCrossEntropy(FairseqCriterion):
             )
         if metric in ("accuracy", "bpc") and not getattr(self, f"report_{metric}"):
             raise UserError(f"--best-checkpoint-metric {metric} needs --report-{metric}: add it")
+        # fairseq finds out after the first epoch, and saves nothing; other tasks may report what they like
+        known = ["loss", "nll_loss", "ppl", "accuracy", *(["bpc"] if hasattr(self, "report_bpc") else [])]
+        translates = type(self.task).reduce_metrics is TranslationTask.reduce_metrics
+        if translates and metric == "bleu" and not self.task.cfg.eval_bleu:
+            raise UserError("--best-checkpoint-metric bleu needs --eval-bleu: add it")
+        if metric not in known + ["bleu"] * translates and (
+            translates or type(self.task).reduce_metrics is FairseqTask.reduce_metrics
+        ):
+            raise UserError(f"--best-checkpoint-metric {metric} is none of {', '.join(known + ['bleu'] * translates)}")
 
     def forward(self, model: BaseFairseqModel, sample: dict, reduce: bool = True) -> Tuple[Tensor, int, dict]:
         """The summed loss in nats, the sample size that divides its gradient, and what to log."""

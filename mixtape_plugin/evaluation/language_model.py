@@ -61,9 +61,10 @@ def load_language_model(path: str, data: str) -> tuple[AWDLSTMLanguageModel, Fai
 
 
 def text(task: FairseqTask, split: str) -> TokenStream | FairseqDataset:
-    """A split, of a language model one stream of tokens, loaded when first asked for."""
+    """A split, of a language model one stream of tokens, loaded when first asked for; the training text with all parts
+    (train, train1, …) that it was trained on."""
     if split not in task.datasets:
-        task.load_dataset(split)
+        task.load_dataset(split, combine=split == getattr(task.args, "train_subset", None))
     return task.dataset(split)
 
 

@@ -17,6 +17,7 @@ from mixtape_plugin.fairseq_compat.checkpoints import (
 from mixtape_plugin.fairseq_compat.command_line import (
     ask_for_the_task_of_a_validation,
     refuse_language_models_that_mask_what_a_search_needs,
+    refuse_models_of_another_kind,
     refuse_options_that_no_model_has,
 )
 from mixtape_plugin.fairseq_compat.data import (
@@ -37,6 +38,7 @@ from mixtape_plugin.fairseq_compat.options_as_python import evaluate_values_only
 from mixtape_plugin.fairseq_compat.parameter_groups import heed_optim_overrides
 from mixtape_plugin.fairseq_compat.training_loop import (
     average_tied_parameters_once,
+    count_updates_of_the_average,
     end_training_that_is_finished,
     keep_the_count_of_patience,
     leave_out_dummy_batches,
@@ -71,12 +73,14 @@ def apply() -> None:
     ask_for_the_task_of_a_validation()
     refuse_language_models_that_mask_what_a_search_needs()
     refuse_options_that_no_model_has()
+    refuse_models_of_another_kind()
     name_the_update_that_diverged()
     keep_float32_weights_in_checkpoints()
     let_amp_use_its_optimizer()
     heed_optim_overrides()
     leave_out_dummy_batches()
     average_tied_parameters_once()
+    count_updates_of_the_average()
     let_optimizers_and_criterions_check_the_training()
     prepare_every_process_for_a_checkpoint()
     keep_the_count_of_patience()

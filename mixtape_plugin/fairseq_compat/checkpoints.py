@@ -103,6 +103,9 @@ def explain_checkpoints_that_do_not_fit() -> None:
                 if filename == self.cfg.checkpoint.finetune_from_model:
                     averages = (state.get("extra_state", {}).get(name) for name in ("ema", "ema_fp32_params"))
                     begin_other_parameters_anew(filename, state["model"], self.get_model(), averages)
+                if self.cfg.ema.store_ema and "ema" not in state.setdefault("extra_state", {}):
+                    logger.info(f"{filename} has no average: --store-ema begins one with its weights")
+                    state["extra_state"]["ema"] = dict(state["model"])  # which fairseq has deleted when it wants them
                 return state
 
             checkpoint_utils.load_checkpoint_to_cpu = read_and_note

@@ -6,9 +6,11 @@ from argparse import ArgumentParser, Namespace
 from difflib import get_close_matches
 from typing import Union
 
-from fairseq import options
-from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+from fairseq import models, options
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_REGISTRY, FairseqLanguageModel
 from fairseq.sequence_generator import SequenceGenerator
+from fairseq.tasks.language_modeling import LanguageModelingTask
+from fairseq.tasks.translation import TranslationTask
 from fairseq.trainer import Trainer
 from omegaconf import DictConfig, OmegaConf
 
@@ -76,6 +78,35 @@ def refuse_options_that_no_model_has() -> None:
         return init_or_refuse
 
     replace(Trainer, "__init__", wrapper)
+
+
+def refuse_models_of_another_kind() -> None:
+    """Refuse a language model to translate with, and a model with an encoder as a language model.
+
+    fairseq ends in the traceback of what the one has and the other has not, after the data were read.
+    """
+
+    def wrapper(build_model):
+        def build_or_refuse(cfg, task, *args, **kwargs):
+            arch = getattr(cfg, "_name", None) or getattr(cfg, "arch", None)
+            model = ARCH_MODEL_REGISTRY.get(arch) or MODEL_REGISTRY.get(arch)
+            if model is not None:
+                of_language = issubclass(model, FairseqLanguageModel)
+                if isinstance(task, TranslationTask) and of_language:
+                    raise UserError(
+                        f"--arch {arch} is a language model, which cannot translate: take one such as "
+                        "mixtape_transformer, or --task language_modeling with a text of one language"
+                    )
+                if isinstance(task, LanguageModelingTask) and not of_language:
+                    raise UserError(
+                        f"--arch {arch} is no language model: take one such as mixtape_transformer_lm or awd_lstm_lm, "
+                        "or --task translation with a parallel text"
+                    )
+            return build_model(cfg, task, *args, **kwargs)
+
+        return build_or_refuse
+
+    replace(models, "build_model", wrapper)
 
 
 def check_option_names(tree: Union[Namespace, DictConfig]) -> None:

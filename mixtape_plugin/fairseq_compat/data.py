@@ -19,6 +19,7 @@ from fairseq.data.iterators import BackgroundConsumer
 from fairseq.modules import dynamic_crf_layer
 from fairseq.tasks import FairseqTask, translation
 from fairseq.tasks.language_modeling import LanguageModelingTask
+from fairseq.trainer import Trainer
 
 from mixtape_plugin.damaged_files import check_dataset, damaged_dictionary
 from mixtape_plugin.errors import UserError
@@ -88,8 +89,10 @@ def keep_batches_after_a_resume() -> None:
 
     fairseq puts sentences into batches once, by a seed that counts the epoch, and after that changes their order alone:
     an uninterrupted training keeps those of epoch 1. A resumed one made those of its present epoch, and in the middle
-    of it saw some sentences twice and others not at all.
+    of it saw some sentences twice and others not at all. With --update-ordered-indices-seed the trainer, too, counts
+    the epoch in the seed.
     """
+    raised = 0  # the seed, since the first epoch
 
     def wrapper(get_batch_iterator):
         signature = inspect.signature(get_batch_iterator)
@@ -101,7 +104,7 @@ def keep_batches_after_a_resume() -> None:
             other_each_epoch = options["disable_iterator_cache"] or options["update_epoch_batch_itr"]
             if other_each_epoch or not self.can_reuse_epoch_itr(dataset) or dataset in self.dataset_to_epoch_iter:
                 return get_batch_iterator(self, *args, **kwargs)
-            options["epoch"] = 1
+            options["epoch"], options["seed"] = 1, options["seed"] - raised
             batches = get_batch_iterator(*given.args, **given.kwargs)
             batches.epoch = epoch
             dataset.set_epoch(epoch)
@@ -109,7 +112,19 @@ def keep_batches_after_a_resume() -> None:
 
         return get_batches_of_the_first_epoch
 
+    def note_seed(get_train_iterator):
+        def get_and_note_seed(self, epoch, *args, **kwargs):
+            nonlocal raised
+            raised = epoch - 1 if self.cfg.dataset.update_ordered_indices_seed else 0
+            try:
+                return get_train_iterator(self, epoch, *args, **kwargs)
+            finally:
+                raised = 0
+
+        return get_and_note_seed
+
     replace(FairseqTask, "get_batch_iterator", wrapper)
+    replace(Trainer, "get_train_iterator", note_seed)
 
 
 def end_reading_before_the_interpreter() -> None:
@@ -158,9 +173,13 @@ def refuse_blocks_that_would_be_skipped() -> None:
         def checked_dataloader(self, dataset, *args, max_positions=None, **kwargs):
             longest = max(dataset.sizes, default=0)
             if max_positions is not None and longest > max_positions:
+                mode = self.args.sample_break_mode
+                # in other modes a long sentence is a block, whatever length is asked for
+                cut = mode in (None, "none")
                 raise UserError(
-                    f"a block of the text has {longest} tokens, and the model has {max_positions} positions: "
-                    f"give --tokens-per-sample {max_positions}, or less"
+                    f"a {'block of the text' if cut else 'sentence'} has {longest} tokens, and the model has "
+                    f"{max_positions} positions: "
+                    + (f"give --tokens-per-sample {max_positions}, or less" if cut else "give --sample-break-mode none")
                 )
             return eval_lm_dataloader(self, dataset, *args, max_positions=max_positions, **kwargs)
 

@@ -7,7 +7,7 @@ import sys
 import torch
 from fairseq import options
 from fairseq.optim.amp_optimizer import AMPOptimizer
-from fairseq.optim.fp16_optimizer import _FP16OptimizerMixin
+from fairseq.optim.fp16_optimizer import _FP16OptimizerMixin, _MemoryEfficientFP16OptimizerMixin
 from fairseq.trainer import Trainer
 
 from mixtape_plugin.errors import UserError
@@ -58,8 +58,21 @@ def keep_float32_weights_in_checkpoints() -> None:
     """Resume a training in half precision with the float32 weights it had.
 
     With --fp16 and --bf16 the optimizer works on float32 copies, but only the rounded weights are saved, so that a
-    resumed training is another one: a weight in bfloat16 has 8 bits. The copies go into the optimizer's state.
+    resumed training is another one: a weight in bfloat16 has 8 bits. The copies go into the optimizer's state, and with
+    them what --fp16 counts between changes of its loss scale, of which fairseq saves the scale alone.
     """
+    counts = ("_iter", "_last_overflow_iter", "_last_rescale_iter", "_overflows_since_rescale")
+
+    def with_counts(optimizer, state):
+        scaler = optimizer.scaler
+        return state if scaler is None else {**state, "loss_scaler": {name: getattr(scaler, name) for name in counts}}
+
+    def load_with_counts(optimizer, load_state_dict, state, optimizer_overrides):
+        state = dict(state)
+        counted = state.pop("loss_scaler", {})  # none in older checkpoints
+        load_state_dict(optimizer, state, optimizer_overrides)
+        if optimizer.scaler is not None:
+            vars(optimizer.scaler).update(counted)
 
     def weights(optimizer):
         copies = optimizer.fp32_params
@@ -68,7 +81,7 @@ def keep_float32_weights_in_checkpoints() -> None:
     def saver(state_dict):
         def state_dict_with_weights(self):
             copies = [weight.detach().clone() for weight in weights(self)]
-            return {**state_dict(self), "float32_weights": copies}
+            return {**with_counts(self, state_dict(self)), "float32_weights": copies}
 
         return state_dict_with_weights
 
@@ -77,14 +90,25 @@ def keep_float32_weights_in_checkpoints() -> None:
         def load_state_dict_with_weights(self, state_dict, optimizer_overrides=None):
             copies = state_dict.get("float32_weights", ())  # none in older checkpoints
             state_dict = {name: value for name, value in state_dict.items() if name != "float32_weights"}
-            load_state_dict(self, state_dict, optimizer_overrides)
+            load_with_counts(self, load_state_dict, state_dict, optimizer_overrides)
             for weight, copy in zip(weights(self), copies):
                 weight.copy_(copy)
 
         return load_state_dict_with_weights
 
+    def counts_saver(state_dict):
+        return lambda self: with_counts(self, state_dict(self))
+
+    def counts_loader(load_state_dict):
+        def load_state_dict_with_counts(self, state_dict, optimizer_overrides=None):
+            load_with_counts(self, load_state_dict, state_dict, optimizer_overrides)
+
+        return load_state_dict_with_counts
+
     replace(_FP16OptimizerMixin, "state_dict", saver)
     replace(_FP16OptimizerMixin, "load_state_dict", loader)
+    replace(_MemoryEfficientFP16OptimizerMixin, "state_dict", counts_saver)
+    replace(_MemoryEfficientFP16OptimizerMixin, "load_state_dict", counts_loader)
 
 
 def let_amp_use_its_optimizer() -> None:

@@ -121,6 +121,20 @@ def average_tied_parameters_once() -> None:
     replace(EMA, "_step_internal", wrapper)
 
 
+def count_updates_of_the_average() -> None:
+    """Let --ema-update-freq count the updates of the training: fairseq counts those since its last start."""
+
+    def wrapper(step):
+        def step_by_updates(self, new_model, updates=None):
+            if updates is not None:
+                self.update_freq_counter = (updates - 1) % self.config.ema_update_freq
+            return step(self, new_model, updates)
+
+        return step_by_updates
+
+    replace(EMA, "step", wrapper)
+
+
 def prepare_every_process_for_a_checkpoint() -> None:
     """Call `task.begin_save(model, optimizer)`, where a task has it, on every process before one of them saves.
 

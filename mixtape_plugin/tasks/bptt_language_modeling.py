@@ -66,6 +66,11 @@ class BpttLanguageModelingConfig(FairseqDataclass):
 
 def check_options(args: BpttLanguageModelingConfig) -> None:
     """Raises UserError for the first option whose value is not allowed."""
+    if args.tokens_per_sample < 0:
+        raise UserError(
+            f"--tokens-per-sample {args.tokens_per_sample} is not allowed: at least 1, after fairseq-eval-lm has taken "
+            "off --context-window, which is 0 with this task: the hidden state is the context"
+        )
     allowed = {
         "tokens_per_sample": (args.tokens_per_sample >= 1, "at least 1"),
         "segment_length_std": (args.segment_length_std >= 0, "0 or more"),

@@ -180,6 +180,18 @@ def test_a_model_without_a_hidden_state_is_refused(text, tmp_path):
         run("train", text, "--save-dir", tmp_path, "--user-dir", USER_DIR, *more)
 
 
+@pytest.mark.parametrize("task", ["bptt_language_modeling", "language_modeling"])
+def test_a_model_that_translates_is_refused(task, text, tmp_path):
+    more = f"--task {task} --arch mixtape_transformer_tiny --batch-size 4 --cpu".split()
+    with pytest.raises(UserError, match="^--arch mixtape_transformer_tiny is no language model: .* awd_lstm_lm"):
+        run("train", text, "--save-dir", tmp_path, "--user-dir", USER_DIR, *more)
+
+
+def test_a_number_that_is_not_reported(text, tmp_path):
+    with pytest.raises(UserError, match="^--best-checkpoint-metric bleu is none of loss, .*, ppl, accuracy, bpc$"):
+        run("train", *lm_args(text, tmp_path, "--best-checkpoint-metric", "bleu"))
+
+
 def test_an_epoch_without_its_end_is_refused(text, tmp_path):
     with pytest.raises(UserError, match="^--skip-remainder-batch is not allowed"):
         run("train", *lm_args(text, tmp_path, "--skip-remainder-batch", "--update-freq", 4))

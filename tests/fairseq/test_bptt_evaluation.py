@@ -1,6 +1,7 @@
 """A trained language model through fairseq's commands: every token counted once, by every way to evaluate."""
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from toy_text import VALID_TOKENS, evaluate, lm_args, open_lines, toy_text, trai
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.evaluation.language_model import load_language_model, perplexity
+from mixtape_plugin.evaluation.language_model import text as task_text
 
 
 @pytest.mark.slow
@@ -49,6 +51,25 @@ def test_blank_lines_and_unknown_words_count(text, trained):
     assert evaluate(text, path, "--gen-subset", "test3")[1] == 6
     args = [text, "--user-dir", USER_DIR, "--task", "bptt_language_modeling", "--path", path, "--cpu"]
     assert "6 tokens, 2 of them <unk>" in run("eval_lm", *args, "--gen-subset", "test3").stdout
+
+
+@pytest.mark.slow
+def test_statistics_are_of_all_the_training_text(text, trained, tmp_path):
+    """A text in parts, train and train1, is one to fairseq-train, and to dynamic evaluation after it."""
+    data = tmp_path / "parts"
+    shutil.copytree(text, data)
+    for end in "bin", "idx":
+        shutil.copy(data / f"valid.{end}", data / f"train1.{end}")
+    _, task = load_language_model(str(trained[0]), str(data))
+    assert len(task_text(task, "train")) == 1800 + VALID_TOKENS
+    assert len(task_text(task, "valid")) == VALID_TOKENS
+
+
+@pytest.mark.slow
+def test_a_window_of_context_is_refused(text, trained):
+    for window in 20, 400:  # less than a segment, and more
+        with pytest.raises(UserError, match="--context-window"):
+            evaluate(text, trained[0], "--context-window", window)
 
 
 @pytest.mark.slow

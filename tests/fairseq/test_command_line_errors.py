@@ -151,6 +151,11 @@ def test_values_at_the_edge_of_what_is_allowed(given, data):
             "--best-checkpoint-metric bpc does not go with --criterion output_layer_cross_entropy, which reports none: "
             "use ppl, or awd_lstm_cross_entropy with --report-bpc",
         ),
+        ("--best-checkpoint-metric bleu", "--best-checkpoint-metric bleu needs --eval-bleu: add it"),
+        (
+            "--best-checkpoint-metric acuracy",
+            "--best-checkpoint-metric acuracy is none of loss, nll_loss, ppl, accuracy, bleu",
+        ),
         ("--distributed-world-size 2", "world size is 2 but have 0 available devices"),
         (
             "--task multilingual_translation --lang-pairs x-y",
@@ -165,6 +170,14 @@ def test_values_at_the_edge_of_what_is_allowed(given, data):
 )
 def test_options_that_do_not_go_together(given, sentence, data, save_dir):
     assert error_of("train", *train_args(data, save_dir, *given.split())) == sentence
+
+
+@pytest.mark.parametrize("arch", ["mixtape_transformer_lm", "awd_lstm_lm"])
+def test_a_language_model_does_not_translate(arch, data, save_dir):
+    assert error_of("train", data, "--user-dir", USER_DIR, "--arch", arch, "--max-tokens", 512, "--cpu") == (
+        f"--arch {arch} is a language model, which cannot translate: take one such as mixtape_transformer, "
+        "or --task language_modeling with a text of one language"
+    )
 
 
 def test_a_model_of_fairseqs_own(data, save_dir):

@@ -87,6 +87,22 @@ def test_finetuning_with_a_moving_average(precision, data, tmp_path):
             torch.testing.assert_close(average, (then + now) / 2, msg=name)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [[], ["--ema-fp32"]])
+def test_a_moving_average_begins_with_the_weights_where_there_is_none(precision, data, tmp_path):
+    run("train", *train_args(data, tmp_path / "first", "--max-update", 2))
+    checkpoint = tmp_path / "first" / "checkpoint_last.pt"
+    before = torch.load(checkpoint, weights_only=True)["model"]
+    ema = ["--store-ema", "--ema-decay", 0.5, *precision]
+    tuned = ["--finetune-from-model", checkpoint, "--max-update", 1]
+    for name, *more in ("tuned", *tuned), ("first", "--max-update", 3):
+        run("train", *train_args(data, tmp_path / name, *more, *ema))
+        after = torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=True)
+        for parameter, average in after["extra_state"]["ema"].items():
+            expected = (before[parameter] + after["model"][parameter]) / 2
+            torch.testing.assert_close(average, expected, msg=parameter)
+
+
 def test_finetuning_from_another_shape(caplog):
     """Of the same layer with more components, what does not depend on their number is kept."""
     few, many = build_model(output_layer="mos", num_components=2), build_model(output_layer="mos", num_components=3)

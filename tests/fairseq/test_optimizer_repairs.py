@@ -1,6 +1,7 @@
 """Repairs of fairseq: float32 weights survive a resume in half precision; a parameter's own weight decay and learning
 rate."""
 
+import contextlib
 from argparse import Namespace
 
 import pytest
@@ -9,7 +10,7 @@ from conftest import run, train_args
 from fairseq import optim
 from fairseq.dataclass.configs import EMAConfig
 from fairseq.models.ema.ema import EMA
-from fairseq.optim.fp16_optimizer import FP16Optimizer
+from fairseq.optim.fp16_optimizer import FP16Optimizer, MemoryEfficientFP16Optimizer
 from omegaconf import OmegaConf
 from toy_text import lm_args, toy_text  # noqa: F401
 
@@ -90,6 +91,45 @@ def test_a_training_resumed_in_bf16_equals_an_uninterrupted_one(name, stop, trai
     assert 0 < updates(tmp_path) < updates(folder / name)
     run("train", *args[name](tmp_path))
     assert_same_training(folder / name, tmp_path)
+
+
+@pytest.mark.parametrize("optimizer_class", [FP16Optimizer, MemoryEfficientFP16Optimizer])
+def test_a_loss_scale_goes_on_as_it_was(optimizer_class):
+    """It grows after three batches without an overflow, and shrinks with one, whenever the training is interrupted."""
+
+    def build(weight):
+        parameter = torch.nn.Parameter(weight.clone())
+        common = {"fp16_scale_window": 3, "fp16_init_scale": 128, "fp16_scale_tolerance": 0.0, "bf16": False}
+        common.update(threshold_loss_scale=None, min_loss_scale=1e-4, fp16_no_flatten_grads=True, tpu=False)
+        config = {
+            "optimizer": {"_name": "adam", "lr": [1e-3], **OPTIMIZERS["adam"], "fp16_adam_stats": False},
+            "optimization": {"update_freq": [1]},
+            "distributed_training": {"distributed_world_size": 1},
+            "common": {**common, "model_parallel_size": 1},
+        }
+        config = OmegaConf.create(config)
+        return parameter, optimizer_class.build_optimizer(config, [parameter])
+
+    def scales(stop):
+        parameter, optimizer = build(torch.full((4,), 100.0).half())
+        found = []
+        for batch in range(12):
+            if batch == stop:
+                state, weight = optimizer.state_dict(), parameter.detach()
+                parameter, optimizer = build(weight)
+                optimizer.load_state_dict(state)
+            optimizer.zero_grad()
+            optimizer.backward(parameter.float().pow(2).sum())
+            with contextlib.suppress(OverflowError):
+                optimizer.clip_grad_norm(0.0)
+                optimizer.step()
+            found.append(optimizer.scaler.loss_scale)
+        return found
+
+    whole = scales(stop=None)
+    assert 3 <= len({*whole}) and whole[-1] < max(whole)
+    for stop in range(1, 12):
+        assert scales(stop) == whole
 
 
 # ------------------------------------------------------------------------------------- weight decay by parameter

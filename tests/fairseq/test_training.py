@@ -259,14 +259,27 @@ def test_resume_after_a_kill_equals_an_uninterrupted_run(data, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_training_resumed_later_has_the_same_batches(data, tmp_path):
+@pytest.mark.parametrize("flags", [[], ["--update-ordered-indices-seed"]])
+def test_a_training_resumed_later_has_the_same_batches(flags, data, tmp_path):
     """At the end of the first epoch and in the middle of the third; epochs have 6 updates."""
-    more = "--dropout 0.2 --seed 3 --max-update".split()
+    more = ["--dropout", 0.2, "--seed", 3, *flags, "--max-update"]
     uninterrupted = loss_curve(run("train", *train_args(data, tmp_path / "whole", *more, "20")).log)
     for update in 6, 15:
         run("train", *train_args(data, tmp_path / str(update), *more, str(update)))
         resumed = loss_curve(run("train", *train_args(data, tmp_path / str(update), *more, "20")).log)
         assert resumed == {number: uninterrupted[number] for number in range(update + 1, 21)}
+
+
+@pytest.mark.slow
+def test_a_moving_average_goes_on_after_a_resume(data, tmp_path):
+    """One of every third update, interrupted after the fourth."""
+    more = "--dropout 0.2 --store-ema --ema-decay 0.9 --ema-update-freq 3 --max-update".split()
+    for name, ends in (("whole", [9]), ("resumed", [4, 9])):
+        for end in ends:
+            run("train", *train_args(data, tmp_path / name, *more, end))
+    paths = (tmp_path / name / "checkpoint_last.pt" for name in ("whole", "resumed"))
+    whole, resumed = (torch.load(path, weights_only=True)["extra_state"]["ema"] for path in paths)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 @pytest.mark.slow

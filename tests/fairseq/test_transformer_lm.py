@@ -161,6 +161,21 @@ def test_training(trained):
     assert len(losses) == 4 and losses[-1] < losses[0] - 1
 
 
+def test_a_sentence_that_is_too_long(trained, text, tmp_path):
+    """Sentence by sentence a model has too few positions for, and no shorter block helps."""
+    (tmp_path / "long").write_text("w1 w2\n" + "w1 " * 30 + "\n")
+    places = [f"--testpref={tmp_path}/long", "--srcdict", text / "dict.txt", "--destdir", tmp_path / "bin"]
+    run("preprocess", "--only-source", *places)
+    command = [tmp_path / "bin", "--user-dir", USER_DIR, "--path", trained.folder / "checkpoint_last.pt", "--cpu"]
+    command += ["--num-workers", 0, "--tokens-per-sample", 20, "--sample-break-mode"]
+    for mode in "eos", "complete":
+        with pytest.raises(
+            UserError, match="^a sentence has 31 tokens, .* 20 positions: give --sample-break-mode none"
+        ):
+            run("eval_lm", *command, mode)
+    assert "Evaluated 34 tokens" in run("eval_lm", *command, "none").stdout
+
+
 def test_perplexity_of_a_text(trained, text):
     """fairseq-eval-lm counts every token once, at its probability by the layer's formula, or says why it cannot."""
     path = trained.folder / "checkpoint_last.pt"
