@@ -64,7 +64,8 @@ def text(task: FairseqTask, split: str) -> TokenStream | FairseqDataset:
     """A split, of a language model one stream of tokens, loaded when first asked for; the training text with all parts
     (train, train1, …) that it was trained on."""
     if split not in task.datasets:
-        task.load_dataset(split, combine=split == getattr(task.args, "train_subset", None))
+        options = getattr(task, "args", None) or task.cfg  # which of them depends on the task's age
+        task.load_dataset(split, combine=split == getattr(options, "train_subset", None))
     return task.dataset(split)
 
 
