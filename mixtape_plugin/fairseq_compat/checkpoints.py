@@ -66,6 +66,10 @@ def load_checkpoints_safely() -> None:
                     ) from error
                 raise unreadable_checkpoint(path) from error
             except Exception as error:  # whatever torch's reader, and fairseq after it, come to think of
+                if "allocate memory" in str(error):  # which torch has as a RuntimeError
+                    raise UserError(f"checkpoint {path} does not fit into the memory that is left: {error}") from error
+                if isinstance(error, OSError) and error.errno:
+                    raise UserError(f"checkpoint {path} cannot be read: {error.strerror}") from error
                 raise unreadable_checkpoint(path) from error
             check_weights(path, state)
             return state

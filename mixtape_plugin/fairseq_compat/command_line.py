@@ -119,7 +119,8 @@ def check_option_names(tree: Union[Namespace, DictConfig]) -> None:
     parser, defaults = ArgumentParser(), Namespace()
     model.add_args(parser)
     ARCH_CONFIG_REGISTRY[arch](defaults)
-    known = {action.dest for action in parser._actions} | vars(defaults).keys() | {"_name"}
+    # of a language model's positions fairseq-train knows by the task
+    known = {action.dest for action in parser._actions} | vars(defaults).keys() | {"_name", "max_target_positions"}
     for name in tree:
         if name not in known:
             similar = get_close_matches(name, known, n=1)

@@ -212,6 +212,11 @@ class AWDLSTMLanguageModel(FairseqLanguageModel):
     def build_model(cls, args: Namespace, task: FairseqTask) -> "AWDLSTMLanguageModel":
         args = complete_options(args, AWDLSTMConfig)
         check_options(args)
+        if len(task.source_dictionary) != len(task.target_dictionary):
+            raise UserError(
+                f"--output-dictionary-size {len(task.target_dictionary)} does not go with --arch awd_lstm_lm, which "
+                f"predicts all {len(task.source_dictionary)} types that it reads: leave it out"
+            )
         check_dictionary(OutputLayerConfig.from_args(args), task.target_dictionary)
         return cls(AWDLSTMDecoder(args, task.target_dictionary, getattr(task, "masked_tokens", ())))
 

@@ -6,7 +6,7 @@ from typing import Union
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mixtape_plugin.errors import check_types
 from mixtape_plugin.output_layers import OUTPUT_IMPLS, OUTPUT_LAYERS
@@ -34,8 +34,10 @@ def complete_options(args: Union[Namespace, DictConfig], *configs: type) -> Name
     Raises UserError for a value of another type, which a yaml file or --model-overrides may have.
 
     Args:
-        args: a Namespace of fairseq-train, which is changed, or an omegaconf tree of fairseq-hydra-train.
+        args: a Namespace of fairseq-train, or an omegaconf tree of fairseq-hydra-train; it is changed, too, since it
+            is what a checkpoint keeps.
     """
+    given = args
     if OmegaConf.is_config(args):
         args = Namespace(**OmegaConf.to_container(args))
     for config in configs:
@@ -45,4 +47,12 @@ def complete_options(args: Union[Namespace, DictConfig], *configs: type) -> Name
                 value = str(value)
             setattr(args, name, value)
         check_types(args, config)
+        keep_in(given, **{name: getattr(args, name) for name in vars(config())})
     return args
+
+
+def keep_in(given: Union[Namespace, DictConfig], **options: object) -> None:
+    """Writes options into what fairseq handed over, where that is an omegaconf tree."""
+    if OmegaConf.is_config(given):
+        with open_dict(given):
+            given.update(options)

@@ -15,6 +15,7 @@ from fairseq.models.transformer import (
     TransformerModel,
 )
 from fairseq.models.transformer.transformer_legacy import base_architecture, tiny_architecture, transformer_iwslt_de_en
+from fairseq.modules import FairseqDropout
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from fairseq.tasks import FairseqTask
@@ -56,14 +57,14 @@ class Encoder(TransformerEncoderBase):
     def build_encoder_layer(self, cfg: TransformerConfig) -> nn.Module:
         if not cfg.max_relative_position:
             return super().build_encoder_layer(cfg)
-        return wrap(RelativeEncoderLayer(cfg), cfg)
+        return wrap(named_as_fairseqs(RelativeEncoderLayer(cfg), "TransformerEncoderLayerBase"), cfg)
 
 
 class Decoder(TransformerDecoderBase):
     def build_decoder_layer(self, cfg: TransformerConfig, no_encoder_attn: bool = False) -> nn.Module:
         if not cfg.max_relative_position:
             return super().build_decoder_layer(cfg, no_encoder_attn)
-        return wrap(RelativeDecoderLayer(cfg, no_encoder_attn), cfg)
+        return wrap(named_as_fairseqs(RelativeDecoderLayer(cfg, no_encoder_attn), "TransformerDecoderLayerBase"), cfg)
 
 
 @register_model("mixtape_transformer")
@@ -86,7 +87,8 @@ class MixtapeTransformerModel(TransformerModel):
 
     @classmethod
     def build_encoder(cls, args: Namespace, src_dict: Dictionary, embed_tokens: nn.Embedding) -> Encoder:
-        return Encoder(TransformerConfig.from_namespace(args), src_dict, embed_tokens)
+        encoder = Encoder(TransformerConfig.from_namespace(args), src_dict, embed_tokens)
+        return named_as_fairseqs(encoder, "TransformerEncoder")
 
     @classmethod
     def build_decoder(cls, args: Namespace, tgt_dict: Dictionary, embed_tokens: nn.Embedding) -> Decoder:
@@ -96,13 +98,14 @@ class MixtapeTransformerModel(TransformerModel):
             vocab_size=len(tgt_dict),
             tied_weight=embed_tokens.weight if args.share_decoder_input_output_embed else None,
         )
-        return Decoder(
+        decoder = Decoder(
             TransformerConfig.from_namespace(args),
             tgt_dict,
             embed_tokens,
             no_encoder_attn=args.no_cross_attention,
             output_projection=output_layer,
         )
+        return named_as_fairseqs(decoder, "TransformerDecoder")
 
 
 def prepare_options(args: Union[Namespace, DictConfig], target_dictionary: Dictionary) -> Namespace:
@@ -154,7 +157,7 @@ def check_options(args: Namespace) -> None:
 
 
 def relative_attention(cfg: TransformerConfig, embed_dim: int, num_heads: int) -> RelativeMultiheadAttention:
-    return RelativeMultiheadAttention(
+    attention = RelativeMultiheadAttention(
         embed_dim,
         num_heads,
         cfg.max_relative_position,
@@ -162,6 +165,15 @@ def relative_attention(cfg: TransformerConfig, embed_dim: int, num_heads: int) -
         q_noise=cfg.quant_noise.pq,
         qn_block_size=cfg.quant_noise.pq_block_size,
     )
+    return named_as_fairseqs(attention, "MultiheadAttention")
+
+
+def named_as_fairseqs(module: nn.Module, name: str) -> nn.Module:
+    """Gives a module's dropouts the name that --retain-dropout-modules has for those of fairseq's own."""
+    for child in module.children():
+        if isinstance(child, FairseqDropout):
+            child.module_name = name
+    return module
 
 
 def wrap(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:

@@ -13,8 +13,8 @@ from fairseq.models.transformer_lm import (
 from fairseq.tasks import FairseqTask
 
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.models.options import add_options
-from mixtape_plugin.models.transformer import Decoder, RelativePositionConfig, prepare_options
+from mixtape_plugin.models.options import add_options, keep_in
+from mixtape_plugin.models.transformer import Decoder, RelativePositionConfig, named_as_fairseqs, prepare_options
 from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer
 
 
@@ -34,7 +34,7 @@ class MixtapeTransformerLanguageModel(TransformerLanguageModel):
 
     @classmethod
     def build_model(cls, args: Namespace, task: FairseqTask) -> "MixtapeTransformerLanguageModel":
-        args = prepare_options(args, task.target_dictionary)
+        given, args = args, prepare_options(args, task.target_dictionary)
         for name in ("adaptive_input", "character_embeddings", "tie_adaptive_weights", "tie_adaptive_proj"):
             if getattr(args, name):
                 raise UserError(
@@ -51,7 +51,9 @@ class MixtapeTransformerLanguageModel(TransformerLanguageModel):
             args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
         if getattr(args, "max_target_positions", None) is None:
             task_options = getattr(task, "args", None) or task.cfg  # which of them depends on the task's age
-            args.max_target_positions = task_options.tokens_per_sample
+            positions = getattr(task_options, "max_target_positions", None) or task_options.tokens_per_sample
+            args.max_target_positions = positions
+            keep_in(given, max_target_positions=positions)
         embed_tokens = cls.build_embedding(args, task.source_dictionary, args.decoder_input_dim)
         output_layer = build_output_layer(
             OutputLayerConfig.from_args(args),
@@ -66,7 +68,7 @@ class MixtapeTransformerLanguageModel(TransformerLanguageModel):
             no_encoder_attn=True,
             output_projection=output_layer,
         )
-        return cls(decoder)
+        return cls(named_as_fairseqs(decoder, "TransformerDecoder"))
 
 
 @register_model_architecture("mixtape_transformer_lm", "mixtape_transformer_lm")

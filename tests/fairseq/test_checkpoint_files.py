@@ -1,6 +1,7 @@
 """Checkpoints as files: none runs code, one that is refused or damaged is named, and a copy is whole or not there."""
 
 import argparse
+import errno
 import os
 import pickle
 import shutil
@@ -222,6 +223,24 @@ def test_damaged_checkpoint_is_named(tmp_path, content):
     save(torch.zeros(1000), path)
     path.write_bytes(path.read_bytes()[:2000] if content == "cut" else content)
     with pytest.raises(UserError, match="damaged.pt is damaged or is no checkpoint"):
+        load(path)
+
+
+@by_allow_list
+@pytest.mark.parametrize(
+    "failure, sentence",
+    [
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "does not fit into the memory"),
+        (OSError(errno.EIO, os.strerror(errno.EIO)), "cannot be read: Input/output error"),
+    ],
+)
+def test_a_whole_checkpoint_is_not_called_damaged(tmp_path, monkeypatch, failure, sentence):
+    def fail(*args, **kwargs):
+        raise failure
+
+    path = save(torch.zeros(10), tmp_path / "whole.pt")
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(UserError, match=f"whole.pt {sentence}"):
         load(path)
 
 

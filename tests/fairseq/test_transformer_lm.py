@@ -18,17 +18,16 @@ from reference import layer_log_probs
 from mixtape_plugin.analysis import trained_model
 from mixtape_plugin.criterions.output_layer_cross_entropy import OutputLayerCrossEntropy
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.fairseq_compat.command_line import check_option_names
 from mixtape_plugin.models.transformer_lm import MixtapeTransformerLanguageModel
 
 SIZE = dict(decoder_layers=2, decoder_embed_dim=16, decoder_ffn_embed_dim=32, decoder_attention_heads=2)
 TOKENS = torch.tensor([[7, 12, 30, 9, 2, 5, 8, 4], [4, 11, 25, 2, 6, 20, 21, 13]])
 
 
-def make_task():
-    dictionary = make_dictionary()
-    return SimpleNamespace(
-        source_dictionary=dictionary, target_dictionary=dictionary, args=SimpleNamespace(tokens_per_sample=8)
-    )
+def make_task(**options):
+    dictionary, options = make_dictionary(), SimpleNamespace(**{"tokens_per_sample": 8, **options})
+    return SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary, args=options)
 
 
 def build(model=MixtapeTransformerLanguageModel, task=None, **options):
@@ -107,6 +106,13 @@ def test_positions_and_options_of_a_config_tree():
     args = OmegaConf.create({"_name": "mixtape_transformer_lm", **SIZE, "output_layer": "moc", "num_components": 3})
     model = models.build_model(args, make_task())
     assert model.max_positions() == 8 and model.decoder.output_projection.num_components == 3
+    check_option_names(args)
+    # the tree is what a checkpoint keeps: read with blocks of another length it is the same model
+    again = OmegaConf.create(OmegaConf.to_container(args))
+    assert models.build_model(again, make_task(tokens_per_sample=3)).max_positions() == 8
+    assert (again.num_components, again.context_dropout, again.gss_k) == (3, 0.0, 2.5)
+    longer = OmegaConf.create({"_name": "mixtape_transformer_lm", **SIZE})
+    assert models.build_model(longer, make_task(max_target_positions=40)).max_positions() == 40
     kept = build(decoder_layers_to_keep="0", max_target_positions=5)
     assert kept.max_positions() == 5 and len(kept.decoder.layers) == 1
 

@@ -7,8 +7,11 @@ import pytest
 import torch
 from conftest import LAYERS, build_model, build_small_model, complete_args, make_dictionary
 from fairseq import options, tasks
+from fairseq.models.transformer import TransformerModel
+from fairseq.modules import FairseqDropout
 from omegaconf import OmegaConf
 
+from mixtape_plugin.fairseq_compat.command_line import check_option_names
 from mixtape_plugin.models import transformer
 from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig
 
@@ -96,6 +99,32 @@ def test_options_as_a_config_tree(output_layer):
     assert type(model.decoder.output_projection) is OUTPUT_LAYERS[output_layer]
     assert model.decoder.output_projection.config.num_components == 5
     assert model.encoder.layers[0].self_attn.max_relative_position == 2
+
+
+def test_a_config_tree_keeps_what_was_not_given():
+    """It is what a checkpoint holds: later options are compared with those, and --model-overrides replaces them."""
+    tree = OmegaConf.create({**vars(complete_args("mixtape_transformer_tiny")), "_name": "mixtape_transformer_tiny"})
+    for name in "gss_k", "context_dropout", "max_relative_position":
+        tree.pop(name, None)
+    dictionary = make_dictionary()
+    task = argparse.Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    transformer.MixtapeTransformerModel.build_model(tree, task)
+    assert (tree.gss_k, tree.context_dropout, tree.max_relative_position) == (2.5, 0.0, 0)
+    check_option_names(tree)
+
+
+@pytest.mark.parametrize("positions", [0, 2])
+def test_dropouts_have_the_names_of_fairseqs_own(positions):
+    """By which --retain-dropout-modules chooses them."""
+    dictionary = make_dictionary()
+    task = argparse.Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    ours = build_model("mixtape_transformer_tiny", max_relative_position=positions)
+    stock = TransformerModel.build_model(complete_args("mixtape_transformer_tiny"), task)
+    names = [
+        {path: module.module_name for path, module in model.named_modules() if isinstance(module, FairseqDropout)}
+        for model in (ours, stock)
+    ]
+    assert names[0] == names[1] and {"TransformerEncoder", "TransformerDecoder"} < {*names[0].values()}
 
 
 @pytest.mark.parametrize("shared", ["", "share_decoder_input_output_embed", "share_all_embeddings"])

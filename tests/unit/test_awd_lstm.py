@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from conftest import make_dictionary
 from fairseq import models as fairseq_models
 from fairseq.criterions import CRITERION_REGISTRY
+from fairseq.data.dictionary import TruncatedDictionary
 from fairseq.logging import metrics
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from omegaconf import OmegaConf
@@ -449,6 +450,14 @@ def test_everything_at_once_equals_reference():
     close((features, last_hidden), (expected, expected_hidden))
     parameters = [embedding, *(parameter for layer in layers for parameter in layer.values())]
     close(*(torch.autograd.grad(weighted(x), parameters) for x in (features, expected)))
+
+
+def test_a_shorter_output_dictionary_is_refused():
+    task = build_task()
+    task.target_dictionary = TruncatedDictionary(task.dictionary, 8)
+    args = argparse.Namespace(embed_dim=8, hidden_sizes="12,10", gate_dim=5)
+    with pytest.raises(UserError, match="^--output-dictionary-size 8 does not go with --arch awd_lstm_lm"):
+        AWDLSTMLanguageModel.build_model(args, task)
 
 
 @pytest.mark.parametrize("kind", [name for name in DROPOUTS if name != "context"])
