@@ -9,7 +9,6 @@ from fairseq import optim
 from fairseq.optim import FairseqOptimizer
 from fairseq.optim.composite import FairseqCompositeOptimizer
 from fairseq.optim.fp16_optimizer import _FP16OptimizerMixin
-from fairseq.optim.nag import NAG
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.fairseq_compat.patching import replace
@@ -17,11 +16,10 @@ from mixtape_plugin.fairseq_compat.patching import replace
 
 def heed_optim_overrides() -> None:
     """Let every optimizer heed a parameter's own `optim_overrides = {"optimizer": {"weight_decay_scale": …,
-    "lr_scale": …, "sgd_lr_scale": …}}`; the last one counts in SGD, averaged SGD and NAG alone, whose steps are as
-    long as the gradient.
+    "lr_scale": …}}`.
 
-    fairseq's composite optimizer alone does, for the first two. Gradients that fairseq flattens for --fp16 on a GPU
-    are one parameter, and keep one weight decay and one rate; an `lr_scale` is refused there.
+    fairseq's composite optimizer alone does. Gradients that fairseq flattens for --fp16 on a GPU are one parameter,
+    and keep one weight decay; a learning rate of its own is refused there.
     """
 
     def with_groups(build_optimizer):
@@ -46,7 +44,7 @@ def heed_optim_overrides() -> None:
         def load_state_dict_and_scale(self, state_dict, optimizer_overrides=None):
             load_state_dict(self, state_dict, optimizer_overrides)
             for group in self.param_groups:
-                _scale_again(self.optimizer, group, optimizer_overrides or {})
+                _scale_again(group, optimizer_overrides or {})
 
         return load_state_dict_and_scale
 
@@ -55,8 +53,8 @@ def heed_optim_overrides() -> None:
             params = list(params)
             if flatten and any(_override(parameter, "lr_scale") != 1 for parameter in params):
                 raise UserError(
-                    "--fp16 makes all gradients one tensor, and --plif-lr-scale gives the slopes of plif a learning "
-                    "rate of their own: add --fp16-no-flatten-grads, or use --bf16 or --amp"
+                    "--fp16 makes all gradients one tensor, and --plif-lr-scale or --context-scale-lr-scale gives "
+                    "parameters a learning rate of their own: add --fp16-no-flatten-grads, or use --bf16 or --amp"
                 )
             if flatten and not torch.cuda.is_available():
                 raise UserError(
@@ -77,19 +75,12 @@ def _override(parameter: torch.Tensor, name: str) -> float:
     return getattr(parameter, "optim_overrides", {}).get("optimizer", {}).get(name, 1)
 
 
-def _lr_scale(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> float:
-    scale = _override(parameter, "lr_scale")
-    if isinstance(optimizer, (torch.optim.SGD, torch.optim.ASGD, NAG)):
-        scale *= _override(parameter, "sgd_lr_scale")
-    return scale
-
-
-def _scale_again(optimizer: torch.optim.Optimizer, group: dict, optimizer_overrides: dict) -> None:
+def _scale_again(group: dict, optimizer_overrides: dict) -> None:
     """After a load, which brings the saved groups along, and gives one weight decay to all where it is overridden: the
     scales that the parameters ask for now."""
     for parameter in group["params"][:1]:  # all of a group ask for the same
         saved = 1 if "lr" in optimizer_overrides else group.get("lr_scale", 1)
-        group["lr_scale"] = _lr_scale(optimizer, parameter)
+        group["lr_scale"] = _override(parameter, "lr_scale")
         if group["lr_scale"] != saved:
             group["lr"] *= group["lr_scale"] / saved
         if "weight_decay" in optimizer_overrides:
@@ -105,7 +96,7 @@ def _split_by_override(optimizer: torch.optim.Optimizer) -> None:
         scales = {}
         for parameter in group["params"]:
             decay_scale = _override(parameter, "weight_decay_scale") if "weight_decay" in group else 1
-            scales.setdefault((decay_scale, _lr_scale(optimizer, parameter)), []).append(parameter)
+            scales.setdefault((decay_scale, _override(parameter, "lr_scale")), []).append(parameter)
         if scales.keys() <= {(1, 1)}:
             continue
         group["params"] = scales.pop((1, 1), [])

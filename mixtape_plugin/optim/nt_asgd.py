@@ -46,8 +46,8 @@ class NTASGD(FairseqOptimizer):
     As torch's ASGD and so the authors' runs have it, a step's η is the learning rate of the step before, and the
     average begins with the second step.
 
-    A parameter with fairseq's ``lr_scale`` (``--plif-lr-scale``) has that many times the learning rate, in both phases,
-    the scale of the contexts a thousandth.
+    A parameter with fairseq's ``lr_scale`` (``--plif-lr-scale``, ``--context-scale-lr-scale``) has that many times the
+    learning rate, in both phases.
 
     Needs ``--task bptt_language_modeling``, which says when an epoch begins and when a validation ends, and swaps the
     weights; and validation, or ``--averaging-epoch``. fairseq-train ends its loop over epochs where :attr:`finished`

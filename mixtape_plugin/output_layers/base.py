@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 # Scores that the eager loss computes at once: 1 GiB in float32, a few times that with what autograd keeps of them. A
 # loss over more of them goes through them in chunks.
 MAX_SCORES = 2**28
-# The learning rate of ``context_scale`` beside that of the others in SGD, averaged SGD and NAG.
-CONTEXT_SCALE_SGD_LR_SCALE = 1e-3
 
 
 def cross_entropy(
@@ -154,8 +152,7 @@ class OutputLayer(RetainsDropout, nn.Module):
     def set_optim_overrides(self) -> None:
         """Has parameters ask fairseq's optimizers for a weight decay or a learning rate of their own."""
         if self.context_scale is not None:
-            # All scores have a part in its gradient, so that steps of SGD, as long as that, throw it to and fro.
-            overrides = {"weight_decay_scale": 0.0, "sgd_lr_scale": CONTEXT_SCALE_SGD_LR_SCALE}
+            overrides = {"weight_decay_scale": 0.0, "lr_scale": self.config.context_scale_lr_scale}
             self.context_scale.optim_overrides = {"optimizer": overrides}
 
     def __setstate__(self, state: dict) -> None:

@@ -27,6 +27,9 @@ class OutputLayerConfig:
         default=None,
         metadata={"help": "h_k, or softmax's features, times a learned scale that starts here; 0 or left out: none"},
     )
+    context_scale_lr_scale: float = field(
+        default=1.0, metadata={"help": "learning rate of the scale, in units of that of the others"}
+    )
     context_dropout: float = field(default=0.0, metadata={"help": "dropout on the context vectors h_k"})
     locked_context_dropout: bool = field(
         default=False, metadata={"help": "one context dropout mask for all time steps of a sequence"}
@@ -73,6 +76,7 @@ class OutputLayerConfig:
             "num_components": (self.num_components >= 1, "at least 1"),
             "output_embed_dim": (self.output_embed_dim is None or self.output_embed_dim >= 1, "at least 1"),
             "context_scale": ((self.context_scale or 0) >= 0, "more than 0, or 0 (none)"),
+            "context_scale_lr_scale": (self.context_scale_lr_scale > 0, "more than 0"),
             "context_dropout": (0 <= self.context_dropout < 1, "from 0 to less than 1"),
             "gate_dim": (self.gate_dim >= 1, "at least 1"),
             "gate_dropout": (0 <= self.gate_dropout < 1, "from 0 to less than 1"),

@@ -145,9 +145,9 @@ OPTIMIZERS = {
 }
 
 
-def build_layer():
+def build_layer(**options):
     torch.manual_seed(0)
-    config = OutputLayerConfig(output_layer="mos", num_components=2, context_scale=3.0)
+    config = OutputLayerConfig(output_layer="mos", num_components=2, context_scale=3.0, **options)
     return build_output_layer(config, feature_dim=4, vocab_size=9)
 
 
@@ -295,18 +295,16 @@ def test_slopes_have_a_learning_rate_of_their_own_by_hand():
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_context_scale_takes_shorter_steps_of_gradient_descent(name):
-    """A thousandth of the rate where a step is as long as the gradient, the rate of all others where it is not."""
-    optimizer = build_scaled(name, layer := build_layer())
+def test_the_context_scale_has_a_learning_rate_of_its_own(name):
+    """Beside a weight decay of its own, and as in a training at that rate alone."""
+    optimizer = build_scaled(name, layer := build_layer(context_scale_lr_scale=SCALE))
     scaled = steps(optimizer, layer, RATES)
     expected = {}
-    for factor in 1, 1e-3:
+    for factor in 1, SCALE:
         plain = build_layer()
-        plain.context_scale.optim_overrides = {"optimizer": {"weight_decay_scale": 0.0}}
         expected[factor] = steps(build_scaled(name, plain), plain, [factor * rate for rate in RATES])
-    of_the_scale = 1e-3 if name in ("sgd", "nag", "nt_asgd") else 1
     for parameter, value in scaled.items():
-        torch.testing.assert_close(value, expected[of_the_scale if parameter == "context_scale" else 1][parameter])
+        torch.testing.assert_close(value, expected[SCALE if parameter == "context_scale" else 1][parameter])
     assert not torch.equal(*(expected[factor]["context_scale"] for factor in expected))
 
 
@@ -325,10 +323,9 @@ def test_a_resume_takes_the_scales_of_its_own_options(name, overrides, lr):
     resumed.set_lr(0.2)
     rates = {p: group["lr"] for group in resumed.param_groups for p in group["params"]}
     decays = {p: group["weight_decay"] for group in resumed.param_groups for p in group["params"]}
-    scales = {"slopes_raw": 0.5, "context_scale": 1e-3 if name in ("sgd", "nag", "nt_asgd") else 1}
     for parameter_name, parameter in layer.named_parameters():
-        assert loaded[parameter] == pytest.approx(scales.get(parameter_name, 1) * lr)
-        assert rates[parameter] == pytest.approx(scales.get(parameter_name, 1) * 0.2)
+        assert loaded[parameter] == pytest.approx(0.5 * lr if parameter_name == "slopes_raw" else lr)
+        assert rates[parameter] == (0.1 if parameter_name == "slopes_raw" else 0.2)
         assert decays[parameter] == (0 if parameter_name == "context_scale" else 0.3)
 
 

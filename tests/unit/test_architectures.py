@@ -45,6 +45,7 @@ ALL_OPTIONS = {
     "plif_range": 7.5,
     "plif_init_std": 0.5,
     "plif_lr_scale": 0.25,
+    "context_scale_lr_scale": 0.5,
     "freeze_plif": True,
     "output_impl": "eager",
 }

@@ -319,6 +319,7 @@ def test_frozen_slopes(impl):
         ({"plif_range": 0.0}, "--plif-range 0.0 .*more than 0"),
         ({"plif_init_std": -1.0}, "--plif-init-std -1.0 .*0 or more"),
         ({"plif_lr_scale": 0.0}, "--plif-lr-scale 0.0 .*more than 0"),
+        ({"context_scale_lr_scale": 0.0}, "--context-scale-lr-scale 0.0 .*more than 0"),
     ],
 )
 def test_options_are_checked(options, message):
