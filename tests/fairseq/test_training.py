@@ -26,6 +26,7 @@ from conftest import (
 )
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+from fairseq.tasks import FairseqTask
 from fairseq_cli.train import should_stop_early
 from omegaconf import OmegaConf
 
@@ -119,23 +120,41 @@ def test_targets_of_an_ignored_prefix_are_not_counted(prefix, ntokens):
         assert log["nll_loss"] / log["ntokens"] == pytest.approx(math.log(len(dictionary)), rel=1e-5)
 
 
+class TaskOfItsOwn(FairseqTask):
+    target_dictionary = make_dictionary()
+
+    def reduce_metrics(self, logging_outputs, criterion):
+        """May report anything."""
+
+
+class PlainTask(TaskOfItsOwn):
+    reduce_metrics = FairseqTask.reduce_metrics
+
+
+def training(metric="loss", **processes):
+    several = {"find_unused_parameters": True, "distributed_world_size": 1, "ddp_backend": "legacy_ddp", **processes}
+    criterion = {"_name": "output_layer_cross_entropy"}
+    checkpoint = {"best_checkpoint_metric": metric}
+    return OmegaConf.create({"distributed_training": several, "checkpoint": checkpoint, "criterion": criterion})
+
+
+@pytest.mark.parametrize("task, refused", [(TaskOfItsOwn, False), (PlainTask, True)])
+def test_a_task_may_report_a_number_of_its_own(task, refused):
+    criterion = OutputLayerCrossEntropy(task(None), False)
+    message = "^--best-checkpoint-metric fluency is none of loss, nll_loss, ppl, accuracy$"
+    with pytest.raises(UserError, match=message) if refused else contextlib.nullcontext():
+        criterion.check_training(training(metric="fluency"), build_small_model(dictionary=task.target_dictionary))
+
+
 @pytest.mark.parametrize(
     "world_size, backend, refused", [(2, "pytorch_ddp", True), (2, "legacy_ddp", False), (1, "pytorch_ddp", False)]
 )
 def test_unused_parameters_are_not_looked_for_by_torch(world_size, backend, refused):
-    dictionary = make_dictionary()
-    criterion = OutputLayerCrossEntropy(SimpleNamespace(target_dictionary=dictionary), False)
-    several = {"find_unused_parameters": True, "distributed_world_size": world_size, "ddp_backend": backend}
-    cfg = OmegaConf.create(
-        {
-            "distributed_training": several,
-            "checkpoint": {"best_checkpoint_metric": "loss"},
-            "criterion": {"_name": "output_layer_cross_entropy"},
-        }
-    )
+    criterion = OutputLayerCrossEntropy(PlainTask(None), False)
+    cfg = training(distributed_world_size=world_size, ddp_backend=backend)
     message = "--find-unused-parameters does not go with --criterion output_layer_cross_entropy"
     with pytest.raises(UserError, match=message) if refused else contextlib.nullcontext():
-        criterion.check_training(cfg, build_small_model(dictionary=dictionary))
+        criterion.check_training(cfg, build_small_model(dictionary=PlainTask.target_dictionary))
 
 
 @pytest.mark.parametrize("output_layer", LAYERS)
