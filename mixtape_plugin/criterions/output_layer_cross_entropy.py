@@ -101,14 +101,14 @@ class OutputLayerCrossEntropy(FairseqCriterion):
         if metric in ("accuracy", "bpc") and not getattr(self, f"report_{metric}"):
             raise UserError(f"--best-checkpoint-metric {metric} needs --report-{metric}: add it")
         # fairseq finds out after the first epoch, and saves nothing; other tasks may report what they like
-        known = ["loss", "nll_loss", "ppl", "accuracy", *(["bpc"] if hasattr(self, "report_bpc") else [])]
-        translates = type(self.task).reduce_metrics is TranslationTask.reduce_metrics
+        reduce_metrics = type(self.task).reduce_metrics
+        translates = reduce_metrics is TranslationTask.reduce_metrics
         if translates and metric == "bleu" and not self.task.cfg.eval_bleu:
             raise UserError("--best-checkpoint-metric bleu needs --eval-bleu: add it")
-        if metric not in known + ["bleu"] * translates and (
-            translates or type(self.task).reduce_metrics is FairseqTask.reduce_metrics
-        ):
-            raise UserError(f"--best-checkpoint-metric {metric} is none of {', '.join(known + ['bleu'] * translates)}")
+        known = ["loss", "nll_loss", "ppl", "accuracy"]
+        known += [name for name, there in (("bpc", hasattr(self, "report_bpc")), ("bleu", translates)) if there]
+        if metric not in known and (translates or reduce_metrics is FairseqTask.reduce_metrics):
+            raise UserError(f"--best-checkpoint-metric {metric} is none of {', '.join(known)}")
 
     def forward(self, model: BaseFairseqModel, sample: dict, reduce: bool = True) -> Tuple[Tensor, int, dict]:
         """The summed loss in nats, the sample size that divides its gradient, and what to log."""

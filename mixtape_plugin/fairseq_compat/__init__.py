@@ -30,6 +30,7 @@ from mixtape_plugin.fairseq_compat.data import (
 )
 from mixtape_plugin.fairseq_compat.half_precision import (
     keep_float32_weights_in_checkpoints,
+    keep_the_counts_of_the_loss_scale,
     let_amp_use_its_optimizer,
     refuse_amp_beside_half_precision,
     train_bf16_without_xla,
@@ -76,6 +77,7 @@ def apply() -> None:
     refuse_models_of_another_kind()
     name_the_update_that_diverged()
     keep_float32_weights_in_checkpoints()
+    keep_the_counts_of_the_loss_scale()
     let_amp_use_its_optimizer()
     heed_optim_overrides()
     leave_out_dummy_batches()

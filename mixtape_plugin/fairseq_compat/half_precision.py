@@ -58,21 +58,8 @@ def keep_float32_weights_in_checkpoints() -> None:
     """Resume a training in half precision with the float32 weights it had.
 
     With --fp16 and --bf16 the optimizer works on float32 copies, but only the rounded weights are saved, so that a
-    resumed training is another one: a weight in bfloat16 has 8 bits. The copies go into the optimizer's state, and with
-    them what --fp16 counts between changes of its loss scale, of which fairseq saves the scale alone.
+    resumed training is another one: a weight in bfloat16 has 8 bits. The copies go into the optimizer's state.
     """
-    counts = ("_iter", "_last_overflow_iter", "_last_rescale_iter", "_overflows_since_rescale")
-
-    def with_counts(optimizer, state):
-        scaler = optimizer.scaler
-        return state if scaler is None else {**state, "loss_scaler": {name: getattr(scaler, name) for name in counts}}
-
-    def load_with_counts(optimizer, load_state_dict, state, optimizer_overrides):
-        state = dict(state)
-        counted = state.pop("loss_scaler", {})  # none in older checkpoints
-        load_state_dict(optimizer, state, optimizer_overrides)
-        if optimizer.scaler is not None:
-            vars(optimizer.scaler).update(counted)
 
     def weights(optimizer):
         copies = optimizer.fp32_params
@@ -81,7 +68,7 @@ def keep_float32_weights_in_checkpoints() -> None:
     def saver(state_dict):
         def state_dict_with_weights(self):
             copies = [weight.detach().clone() for weight in weights(self)]
-            return {**with_counts(self, state_dict(self)), "float32_weights": copies}
+            return {**state_dict(self), "float32_weights": copies}
 
         return state_dict_with_weights
 
@@ -90,25 +77,43 @@ def keep_float32_weights_in_checkpoints() -> None:
         def load_state_dict_with_weights(self, state_dict, optimizer_overrides=None):
             copies = state_dict.get("float32_weights", ())  # none in older checkpoints
             state_dict = {name: value for name, value in state_dict.items() if name != "float32_weights"}
-            load_with_counts(self, load_state_dict, state_dict, optimizer_overrides)
+            load_state_dict(self, state_dict, optimizer_overrides)
             for weight, copy in zip(weights(self), copies):
                 weight.copy_(copy)
 
         return load_state_dict_with_weights
 
-    def counts_saver(state_dict):
-        return lambda self: with_counts(self, state_dict(self))
+    replace(_FP16OptimizerMixin, "state_dict", saver)
+    replace(_FP16OptimizerMixin, "load_state_dict", loader)
 
-    def counts_loader(load_state_dict):
+
+def keep_the_counts_of_the_loss_scale() -> None:
+    """Resume an --fp16 training with what its loss scale counts: fairseq saves the scale alone, which then grew at
+    other updates, so that others overflowed and were left out.
+    """
+    counts = ("_iter", "_last_overflow_iter", "_last_rescale_iter", "_overflows_since_rescale")
+
+    def saver(state_dict):
+        def state_dict_with_counts(self):
+            if self.scaler is None:
+                return state_dict(self)
+            return {**state_dict(self), "loss_scaler": {name: getattr(self.scaler, name) for name in counts}}
+
+        return state_dict_with_counts
+
+    def loader(load_state_dict):
         def load_state_dict_with_counts(self, state_dict, optimizer_overrides=None):
-            load_with_counts(self, load_state_dict, state_dict, optimizer_overrides)
+            state_dict = dict(state_dict)
+            counted = state_dict.pop("loss_scaler", {})  # none in older checkpoints
+            load_state_dict(self, state_dict, optimizer_overrides)
+            if self.scaler is not None:
+                vars(self.scaler).update(counted)
 
         return load_state_dict_with_counts
 
-    replace(_FP16OptimizerMixin, "state_dict", saver)
-    replace(_FP16OptimizerMixin, "load_state_dict", loader)
-    replace(_MemoryEfficientFP16OptimizerMixin, "state_dict", counts_saver)
-    replace(_MemoryEfficientFP16OptimizerMixin, "load_state_dict", counts_loader)
+    for mixin in _FP16OptimizerMixin, _MemoryEfficientFP16OptimizerMixin:
+        replace(mixin, "state_dict", saver)
+        replace(mixin, "load_state_dict", loader)
 
 
 def let_amp_use_its_optimizer() -> None:
