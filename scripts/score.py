@@ -26,6 +26,7 @@ import sacremoses
 import start
 from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.utils import get_reference_files
+from sacremoses.corpus import NonbreakingPrefixes
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.files import check_outputs, read_lines, write_text, writing
@@ -35,8 +36,16 @@ def sentences(path: str) -> list[str]:
     return [line.rstrip("\r\n") for line in read_lines(path)]
 
 
+def moses_language(lang: str) -> tuple[str, str]:
+    """What Moses calls a language (`de` of de, de_DE and de-AT), and how to name its rules: it takes English's
+    abbreviations for a language that it does not know."""
+    code = re.split("[-_]", lang.lower())[0]
+    return code, code if code in NonbreakingPrefixes().available_langs else f"{code}, with abbreviations of en"
+
+
 def moses_tokenize(lines: list[str], lang: str) -> list[str]:
     """Moses tokens of each line, punctuation normalized first (typographic quotes to ASCII, and such)."""
+    lang, _ = moses_language(lang)
     normalizer, tokenizer = sacremoses.MosesPunctNormalizer(lang), sacremoses.MosesTokenizer(lang)
     # With the line's end, which a rule for quotes goes by.
     return [tokenizer.tokenize(normalizer.normalize(line + "\n"), return_str=True) for line in lines]
@@ -60,7 +69,8 @@ def score(
     Args:
         hypotheses: N detokenized sentences.
         reference_sets: one or more lists of N detokenized sentences.
-        target_lang: language of both; `de` adds BLEU with compounds split.
+        target_lang: language of both, with or without its country; German adds BLEU with compounds split, Chinese
+            that of sacrebleu's own tokenizer.
         test_set, source_lang: where the references are one of sacrebleu's test sets, for the signatures.
         lower_cased_tokens: N references that are normalized, tokenized and lower-cased already.
 
@@ -89,12 +99,13 @@ def score(
     add("BLEU 13a", BLEU(tokenize="13a"))
     add("BLEU intl", BLEU(tokenize="intl"))
     add("BLEU 13a lower-cased", BLEU(tokenize="13a", lowercase=True))
-    if re.match("zh([-_]|$)", target_lang):
+    language, rules = moses_language(target_lang)
+    if language == "zh":
         add("BLEU zh", BLEU(tokenize="zh"))  # sacrebleu's own for it: the others take a sentence for a word
-    moses = f"sacremoses {sacremoses.__version__} ({target_lang}) normalization with line ends and tokenization"
+    moses = f"sacremoses {sacremoses.__version__} ({rules}) normalization with line ends and tokenization"
     # force: sacrebleu would warn of tokenized input, which is what this variant is
     add("BLEU tokenized", BLEU(tokenize="none", force=True), moses, lambda lines: moses_tokenize(lines, target_lang))
-    if target_lang == "de":
+    if language == "de":
         add(
             "BLEU tokenized, compounds split",
             BLEU(tokenize="none", force=True),

@@ -57,6 +57,17 @@ def test_chinese_has_a_bleu_of_its_characters():
     assert "BLEU zh" not in scores()
 
 
+def test_moses_has_the_rules_of_the_language_whatever_the_country():
+    """Moses calls German `de`; of a name it does not know it would silently take English's abbreviations."""
+    german = scores()
+    for lang in "de_DE", "de-AT":
+        assert scores(lang=lang) == german
+        assert score_script.moses_tokenize(["Birnen bzw. Trauben"], lang) == ["Birnen bzw. Trauben"]
+    assert score_script.moses_tokenize(["Birnen bzw. Trauben"], "tr") == ["Birnen bzw . Trauben"]
+    assert "(tr, with abbreviations of en)" in scores(lang="tr")["BLEU tokenized"]["preprocessing"]
+    assert "(de)" in german["BLEU tokenized"]["preprocessing"]
+
+
 def test_a_byte_order_mark_is_no_part_of_a_word(tmp_path):
     for name, mark in ("with", "\ufeff"), ("without", ""):
         (tmp_path / name).write_text(mark + "Ein Hund\nZwei Hunde\n", encoding="utf-8")
