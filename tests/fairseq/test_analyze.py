@@ -346,15 +346,6 @@ def test_similarity_of_language_models(trained_language_models, tmp_path, capsys
     assert cells(printed[-1])[0] == folders[-1].name and cells(printed[-1])[-1] == ""
 
 
-def test_collected_columns(trained_language_models, capsys):
-    """After the analyses above, whichever of them ran."""
-    _, (folder, *_) = trained_language_models
-    (folder / "rank.json").write_text('{"columns": {"rank": 10, "KLD": 1.25}}')
-    load_script("collect_results").main([str(folder)])
-    header, _, row = (cells(line) for line in capsys.readouterr().out.splitlines()[:3])
-    assert dict(zip(header, row))["KLD"] == "1.250"
-
-
 # ----------------------------------------------------------------------------------------------------------- mistakes
 
 
@@ -375,7 +366,10 @@ def test_collected_columns(trained_language_models, capsys):
         ("predictions DATA DIR --search-count 3", "--search-count 3 needs --search"),
         ("predictions DATA DIR --paper", "--paper: 124:25 is not in the text: it has lines 1 to 30"),
         ("similarity DATA DIR --pairs no", "--pairs no is no folder: give one of files 'word word score'"),
-        ("similarity DATA DIR --pairs empty", "--pairs empty holds no .txt file: give a folder of files .*"),
+        (
+            "similarity DATA DIR --pairs empty",
+            "--pairs empty holds no .txt file: give a folder of files 'word word score'",
+        ),
     ],
 )
 def test_mistakes(args, sentence, trained_language_models, tmp_path, monkeypatch):
@@ -385,7 +379,7 @@ def test_mistakes(args, sentence, trained_language_models, tmp_path, monkeypatch
     before = {path: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(UserError) as error:
         analyze.main(args.replace("DATA", data).replace("DIR", str(folder)).split())
-    assert str(error.value).replace(str(folder), "DIR") == sentence or sentence.endswith(".*")
+    assert str(error.value).replace(str(folder), "DIR") == sentence
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 

@@ -41,15 +41,27 @@ def test_resume_after_a_kill_in_mid_epoch_equals_an_uninterrupted_run(phase, tex
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option, value", [("--batch-size", 5), ("--tokens-per-sample", 30), ("--seed", 4)])
-def test_a_resume_in_mid_epoch_at_another_place_of_the_text_is_refused(option, value, text, tmp_path):
+def test_a_resume_in_mid_epoch_at_another_place_of_the_text_is_refused(text, tmp_path):
     run("train", *lm_args(text, tmp_path, "--max-update", 6, "--seed", 3))
     before = files(tmp_path)
-    with pytest.raises(
-        UserError, match=f"in the middle of an epoch with {option} [0-9]+, and cannot be resumed with {value}:"
-    ):
-        run("train", *lm_args(text, tmp_path, "--max-update", 9, "--seed", 3, option, value))
+    for option, value in [
+        *(("--batch-size", 5), ("--tokens-per-sample", 30), ("--seed", 4), ("--small-batch-size", 3)),
+        *(("--segment-length-std", 4.0), ("--short-segment-probability", 0.5)),
+        *(("--min-segment-length", 6), ("--max-segment-length", 40)),
+    ]:
+        with pytest.raises(
+            UserError, match=f"in the middle of an epoch with {option} .*, and cannot be resumed with {value}:"
+        ):
+            run("train", *lm_args(text, tmp_path, "--max-update", 9, "--seed", 3, option, value))
     assert files(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_a_resume_at_an_epochs_end_may_have_other_batches(text, tmp_path):
+    """As the error message of one in mid-epoch advises."""
+    run("train", *lm_args(text, tmp_path, "--max-epoch", 1, "--seed", 3))
+    log = run("train", *lm_args(text, tmp_path, "--max-epoch", 2, "--seed", 3, "--batch-size", 5)).log
+    assert min(loss_curve(log)) > 1 and log["valid"][-1]["epoch"] == 2
 
 
 def check_same_checkpoints(whole, resumed, phase):

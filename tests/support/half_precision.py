@@ -8,11 +8,11 @@ def assert_rounded_alone(layer, features, target, how, label_smoothing):
     rounding alone.
 
     Args:
-        how: "bfloat16", "float16", or "autocast", to bfloat16.
+        how: the type, which the layer has, or after "autocast" its matrix products.
         features: float32, [N, D].
     """
     device = features.device.type
-    dtype = torch.bfloat16 if how == "autocast" else getattr(torch, how)
+    autocast, dtype = how.startswith("autocast"), getattr(torch, how.split()[-1])
     layer.to(dtype).double()  # rounded once for both
     features = features.to(dtype).double()
 
@@ -24,8 +24,8 @@ def assert_rounded_alone(layer, features, target, how, label_smoothing):
     layer.config.output_impl = "eager"
     expected = gradients(features)
     layer.config.output_impl = "fused"
-    layer.to(torch.float32 if how == "autocast" else dtype)
-    with torch.autocast(device, torch.bfloat16, enabled=how == "autocast"):
+    layer.to(torch.float32 if autocast else dtype)
+    with torch.autocast(device, dtype, enabled=autocast):
         actual = gradients(features.detach().to(layer.weight.dtype))
     for found, exact in zip(actual, expected):
         assert (found - exact).norm() <= 8 * torch.finfo(dtype).eps * exact.norm()

@@ -198,6 +198,34 @@ def test_one_models_bfloat16_leaves_no_trace_in_the_next():
         assert torch.backends.cuda.flash_sdp_enabled() == (not bf16)
 
 
+def test_relative_attention_has_the_noise_of_quantization():
+    for noise in 0.0, 0.1:
+        model = build_small_model(max_relative_position=3, quant_noise_pq=noise, quant_noise_pq_block_size=4)
+        for side in model.encoder, model.decoder:
+            for layer in side.layers:
+                hooks = [len(projection._forward_pre_hooks) for projection in attention_projections(layer.self_attn)]
+                assert hooks == [int(noise > 0)] * 4
+
+
+def attention_projections(attention):
+    return attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj
+
+
+def test_activation_checkpointing_of_relative_positions_changes_no_gradient():
+    tokens = torch.arange(4, 10).view(2, 3)
+    gradients, calls, counts = [], [], []
+    for checkpointing in False, True:
+        model = build_small_model(max_relative_position=3, checkpoint_activations=checkpointing).train()
+        for layer in (*model.encoder.layers, *model.decoder.layers):
+            layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
+        logits, _ = model(tokens, torch.tensor([3, 3]), tokens)
+        logits.square().mean().backward()
+        gradients.append({name: x.grad for name, x in model.named_parameters() if x.grad is not None})
+        counts.append(len(calls))
+    torch.testing.assert_close(*gradients)
+    assert counts == [4, 4 + 8], "each layer once more, in the backward pass"
+
+
 def test_heads_and_dropout_of_each_side_reach_relative_attention():
     model = build_small_model(
         max_relative_position=3, encoder_attention_heads=2, decoder_attention_heads=4, attention_dropout=0.25

@@ -598,9 +598,11 @@ def sample_of(tokens, target, pad=1):
     }
 
 
-def logged(criterion, logging_output):
+def logged(criterion, *steps):
+    """What fairseq shows after steps, each of one process's logging output or of a list of several processes'."""
     with metrics.aggregate(new_root=True) as meters:
-        type(criterion).reduce_metrics([logging_output])
+        for step in steps:
+            type(criterion).reduce_metrics(step if isinstance(step, list) else [step])
     return meters.get_smoothed_values()
 
 
@@ -651,6 +653,17 @@ def test_evaluation_has_no_penalties_and_counts_no_pads():
     bits = expected.item() / count / math.log(2)
     assert values["ppl"] == pytest.approx(2**bits, abs=0.006)
     assert values["bpc"] == pytest.approx(bits, abs=0.002)
+
+
+@pytest.mark.parametrize("of_two_processes", [False, True])
+def test_bits_per_character_are_a_mean_over_tokens(of_two_processes):
+    """Of segments of different lengths, one after the other or at once."""
+    logs = [
+        {"loss": nll, "nll_loss": nll, "ntokens": tokens, "sample_size": tokens, "bpc": True}
+        for nll, tokens in ((torch.tensor(30.0), 10), (torch.tensor(8.0), 2))
+    ]
+    values = logged(build_criterion(report_bpc=True), *([logs] if of_two_processes else logs))
+    assert values["bpc"] == pytest.approx(38 / 12 / math.log(2), abs=1e-4)
 
 
 def test_bits_per_character_are_of_the_nll_alone():

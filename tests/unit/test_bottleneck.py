@@ -11,7 +11,7 @@ import torch
 from recipes import load_script
 from scipy.special import digamma
 
-from mixtape_plugin.analysis.bottleneck import LAYERS, FreeContexts, fit, kl_divergence, random_conditional
+from mixtape_plugin.analysis.bottleneck import LAYERS, LR, FreeContexts, fit, kl_divergence, random_conditional
 from mixtape_plugin.analysis.rank import log_prob_rank
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.output_layers import OutputLayerConfig
@@ -85,6 +85,29 @@ def test_fit_reports_what_it_says():
     untrained = FreeContexts(config, num_contexts=16, feature_dim=12, vocab_size=8)
     assert result.curve[0] == pytest.approx(kl_divergence(truth, untrained()), rel=1e-5)
     assert result.parameters == 12 * 3 + 8 * 3 + 8
+
+
+def test_accuracy_is_the_share_of_contexts_whose_likeliest_token_is_found():
+    truth = torch.full((6, 6), 0.02, dtype=torch.float64).fill_diagonal_(0.9).log()
+    assert fit(truth, LAYERS["softmax"], embed_dim=5, steps=300, seed=1).accuracy == 1
+
+
+def test_the_learning_rate_goes_up_and_down():
+    """The curve of ten steps of torch's own Adam with its one-cycle schedule."""
+    truth = torch.from_numpy(random_conditional(16, 8, 0.5, np.random.default_rng(1)))
+    result = fit(truth, LAYERS["softmax"], embed_dim=3, steps=10, seed=5)
+    torch.manual_seed(5)
+    config = OutputLayerConfig(output_layer="softmax", output_embed_dim=3)
+    model, curve = FreeContexts(config, num_contexts=16, feature_dim=12, vocab_size=8), []
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=10)
+    for _ in range(10):
+        curve.append(kl_divergence(truth, model()))
+        optimizer.zero_grad()
+        torch.nn.functional.kl_div(model(), truth.float(), reduction="batchmean", log_target=True).backward()
+        optimizer.step()
+        scheduler.step()
+    assert result.curve == pytest.approx(curve, rel=1e-4)
 
 
 def test_command_writes_table_curves_and_drawing(tmp_path):

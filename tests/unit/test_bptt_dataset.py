@@ -147,18 +147,18 @@ def test_the_order_of_items_is_free():
 def test_what_training_drops_is_reported(caplog):
     with caplog.at_level(logging.INFO):
         BpttDataset(build_stream(103, "train"), 10, [70], training=True)
-    assert any("3" in record.getMessage().split() for record in caplog.records)
+    assert "train: 3 of 103 tokens do not fill a step of 10 columns and are left out" in caplog.messages
 
 
 @pytest.mark.parametrize("n", [0, 1, 6])
 @pytest.mark.parametrize("training", [False, True])
 def test_a_text_shorter_than_its_columns_is_refused(n, training):
-    with pytest.raises(UserError, match=rf"\b{n}\b.*\b7\b|\b7\b.*\b{n}\b|empty"):
+    with pytest.raises(UserError, match=f"the .* text has {n} tokens, too few for 7 columns: lower the batch size"):
         BpttDataset(build_stream(n), 7, 5, training=training)
 
 
 def test_fewer_columns_than_processes_are_refused():
-    with pytest.raises(UserError, match="2"):
+    with pytest.raises(UserError, match="2 columns cannot be shared by 3 processes: raise the batch size"):
         BpttDataset(build_stream(50), 2, 5, num_shards=3, shard_id=0)
 
 

@@ -106,6 +106,12 @@ def test_without_weight_it_is_the_static_evaluation_exactly(name, dtype):
     assert cache_pointer(predictions, 0.1, 1.0, 50) != perplexity(model, task, "test")
 
 
+def test_settings_of_the_papers():
+    """Merity et al. 2018: of their README, and of their code."""
+    assert PAPER_SETTINGS["ptb"] == {"weight": 0.1, "theta": 1.0, "window": 500}
+    assert PAPER_SETTINGS["wikitext2"] == {"weight": 0.1279, "theta": 0.662, "window": 3785}
+
+
 def test_perplexity_falls_on_a_repetitive_text():
     """Random weights: the model knows nothing, the cache what was said."""
     predictions = predict_text(build("mixtape"), ToyTask(test=repetitive_text(600)), "test")

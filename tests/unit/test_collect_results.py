@@ -422,6 +422,15 @@ def test_mistakes(args, sentence, folder, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("a.*"))
 
 
+def test_columns_of_several_analyses(folder, capsys):
+    """What scripts/analyze.py leaves beside a training."""
+    analyses = {"rank_json": {"rank": 402}, "predictions_json": {"top-1 %": 31.5}}
+    files = {name: json.dumps({"columns": columns}) for name, columns in analyses.items()}
+    collect_results.main([str(folder("run", train_log=start() + epoch(1, 274, 200.5), **files))])
+    (row,), _ = table_of(capsys.readouterr().out)
+    assert (row["rank"], row["top-1 %"]) == ("402", "31.50")
+
+
 def test_a_table_grows_but_loses_no_row(folder, tmp_path, monkeypatch):
     """Rows are added to a file by naming it twice; --where would leave the others out of it."""
     folder("run", train_log=start())
@@ -433,6 +442,8 @@ def test_a_table_grows_but_loses_no_row(folder, tmp_path, monkeypatch):
     assert len(read_rows("rows.csv")) == 2
     with pytest.raises(UserError, match="--csv rows.csv is read, too, and would lose rows by --where, --without"):
         collect_results.main(["rows.csv", "--where", "softmax", "--csv", "rows.csv"])
+    with pytest.raises(UserError, match="--csv rows.csv is read, too, and would lose rows by --where, --without"):
+        collect_results.main(["rows.csv", "--without", "softmax", "--csv", "rows.csv"])
     with pytest.raises(UserError, match="--csv rows.csv is read, too, and would lose rows by --where, --without"):
         collect_results.main(["rows.csv", "--ended", "--csv", "rows.csv"])
     with pytest.raises(UserError, match="--markdown rows.csv is not allowed, as rows.csv is read, too"):

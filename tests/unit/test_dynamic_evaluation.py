@@ -206,6 +206,12 @@ def test_useless_gradients_are_refused():
         gradient_statistics(model, ToyTask(train=random_text(5)))
 
 
+def test_settings_of_the_papers():
+    """Yang et al. 2018, table 9."""
+    assert PAPER_SETTINGS["ptb"] == {"learning_rate": 0.002, "decay": 0.075, "epsilon": 0.001}
+    assert PAPER_SETTINGS["wikitext2"] == {"learning_rate": 0.002, "decay": 0.02, "epsilon": 0.002}
+
+
 def test_perplexity_falls_on_a_repetitive_text():
     """A model of random weights, trained for a few steps: the words of the moment are learned as they come."""
     torch.manual_seed(0)

@@ -17,6 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mixtape_plugin.kernels import common, dispatch, mixture_of_softmaxes
+from mixtape_plugin.kernels.mixtape import MixtapeLoss
+from mixtape_plugin.kernels.mixture_of_softmaxes import MixtureOfSoftmaxesLoss
+from mixtape_plugin.kernels.softmax import SoftmaxLoss
 from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, build_output_layer
 
 D, E, V, S, PAD = 6, 5, 13, 6, 1
@@ -316,7 +319,20 @@ def test_low_precision_gradients_are_rounded_once(name, again):
         assert torch.equal(found, exact.float().bfloat16())
 
 
-@pytest.mark.parametrize("how", ["bfloat16", "float16", "autocast"])
+def test_autocast_is_off_inside(monkeypatch):
+    """Sums over chunks in float32 stay so, whatever they are multiplied by."""
+    seen, finish = [], SoftmaxLoss.finish
+    monkeypatch.setattr(
+        SoftmaxLoss, "finish", lambda self: seen.append(torch.is_autocast_enabled("cpu")) or finish(self)
+    )
+    layer = build("softmax").float()
+    with torch.autocast("cpu", torch.bfloat16):
+        layer.loss(*random_batch(layer, 3), label_smoothing=0.1)
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [False]
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "float16", "autocast bfloat16", "autocast float16"])
 @each_smoothing
 @each_case
 def test_half_precision_rounds_and_does_nothing_else(case, label_smoothing, how):
@@ -521,6 +537,20 @@ def test_scores_of_mos_in_evaluation_come_in_chunks():
 
     with torch.no_grad(), mock.patch.object(mixture_of_softmaxes, "chunks", chunks), chunk_bytes(8 * 2 * 4 * V):
         layer(torch.randn(5, D, dtype=torch.float64))
+    assert [rows.stop - rows.start for rows in seen] == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "case, loss, scores",
+    [("softmax", SoftmaxLoss, V), ("mos", MixtureOfSoftmaxesLoss, 4 * V), ("mixtape", MixtapeLoss, V + (4 + 3) * S)],
+)
+def test_a_chunk_of_a_loss_has_no_more_scores_than_its_bytes_allow(case, loss, scores, monkeypatch):
+    """All components', leaves and gate logits among them; of two tokens at a time here."""
+    seen, add_chunk = [], loss.add_chunk
+    monkeypatch.setattr(loss, "add_chunk", lambda self, rows: seen.append(rows) or add_chunk(self, rows))
+    layer = build(case, num_components=4)
+    with chunk_bytes(8 * 2 * scores):
+        layer.loss(*random_batch(layer, 5))
     assert [rows.stop - rows.start for rows in seen] == [2, 2, 1]
 
 

@@ -416,3 +416,12 @@ def test_the_first_validation_text_alone_decides_about_averaging():
     for loss in 3.0, 5.0:
         BpttLanguageModelingTask.post_validate(task, None, {}, {"nll_loss": SimpleNamespace(avg=loss)})
     assert heard == [3.0]
+
+
+def test_validations_in_the_middle_of_an_epoch_do_not_decide_about_averaging():
+    heard, optimizer = [], NTASGD.__new__(NTASGD)
+    optimizer.end_epoch = heard.append
+    for loss, ended in (3.0, False), (4.0, True):
+        task = SimpleNamespace(epoch=1, validations=0, epoch_ended=ended, optimizer=optimizer)
+        BpttLanguageModelingTask.post_validate(task, None, {}, {"nll_loss": SimpleNamespace(avg=loss)})
+    assert heard == [4.0]

@@ -112,6 +112,19 @@ def test_padding_changes_nothing():
     torch.testing.assert_close(attend(attention, padded, key_padding_mask=padding)[2:], attend(attention, x))
 
 
+def test_padding_that_was_read_before_stays_padding():
+    """In incremental decoding, whose later steps bring no mask."""
+    attention = build()
+    x = torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64)
+    padding = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+    padding[1, :2] = True
+    whole, state = attend(attention, x, attn_mask=future_mask(), key_padding_mask=padding), {}
+    attend(attention, x[:3], incremental_state=state, attn_mask=future_mask()[:3, :3], key_padding_mask=padding[:, :3])
+    for step in range(3, LENGTH):
+        found = attend(attention, x[step : step + 1], incremental_state=state)
+        torch.testing.assert_close(found, whole[step : step + 1])
+
+
 def test_padding_on_the_left_of_a_causal_text():
     """Its queries have padding alone to look at: no NaN comes of it, in the next layer neither, nor in gradients."""
     first, second = build(), build()

@@ -282,6 +282,15 @@ def test_intervals_of_several_groups_are_those_of_a_regression():
     assert f"less than {apart:.2f} in BLEU 13a (3 degrees of freedom) apart" in chance_of_seeds(found, ["BLEU 13a"])
 
 
+def test_seeds_of_perplexity_are_a_ratio_apart():
+    """Their logarithms are normal, here with scatter enough to tell a ratio from its logarithm."""
+    perplexities = {"softmax": [57.0, 71.0, 60.0], "moc": [61.0, 52.0]}
+    found = trainings_of("test ppl", **perplexities)
+    squares = sum(np.var(np.log(values)) * len(values) for values in perplexities.values())
+    apart = 100 * math.expm1(stats.t.ppf(0.975, 3) * (2 * squares / 3) ** 0.5)
+    assert f"less than {apart:.1f}% in test ppl (3 degrees of freedom) apart" in chance_of_seeds(found, ["test ppl"])
+
+
 @pytest.mark.parametrize(
     "layers", [{"softmax": [57.0], "mos": [55.0]}, {"softmax": [57.0, 57.0], "mos": [55.0]}, {"mos": [5, 6]}]
 )

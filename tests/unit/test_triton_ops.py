@@ -571,7 +571,7 @@ def test_fused_losses_over_the_kernels(name, label_smoothing, masked, small_chun
     torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("how", ["bfloat16", "float16", "autocast"])
+@pytest.mark.parametrize("how", ["bfloat16", "float16", "autocast bfloat16"])
 @pytest.mark.parametrize("name", [name for name, layer in OUTPUT_LAYERS.items() if layer.has_fused_loss()])
 def test_fused_losses_over_the_kernels_in_half_precision(name, how, small_chunks):
     """Against the formula in float64. A GPU adds up products in float32 by an operation of its own."""

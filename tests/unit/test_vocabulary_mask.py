@@ -210,6 +210,17 @@ def test_the_gradient_of_chunks_is_that_of_the_same_draw(name, locked, allowed, 
 
 
 @pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_a_token_that_is_named_twice_is_masked_once(name):
+    """Label smoothing counts the tokens that are left."""
+    losses = []
+    for masked in (0, 3), (0, 3, 3):
+        layer = build(name, masked)
+        torch.manual_seed(1)
+        losses += layer.loss(random_features(layer), random_targets(layer), label_smoothing=0.3)
+    assert losses[:2] == losses[2:]
+
+
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
 def test_no_mask_is_the_default(name):
     layer = build(name, ())
     features = random_features(layer)
