@@ -8,6 +8,8 @@ import glob
 import io
 import os
 import platform
+import sys
+import tempfile
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, Sequence
 
@@ -88,7 +90,7 @@ def write_whole(path: str | Path, write: Callable[[Path], None]) -> None:
     device = os.path.abspath(path).startswith(DEVICES)
     try:
         if device or os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-            write(Path(path))
+            write_to_device(path, write)
             return
         remove_parts_of_the_dead(place.parent, begin, end)
         write(part)
@@ -98,6 +100,19 @@ def write_whole(path: str | Path, write: Callable[[Path], None]) -> None:
     finally:
         with contextlib.suppress(OSError):  # moved, or never made
             part.unlink()
+
+
+def write_to_device(path: str | Path, write: Callable[[Path], None]) -> None:
+    """Writes to what has no beginning, such as a pipe, or to where this process prints, after what it has printed:
+    opened anew, the file behind /dev/stdout would begin anew, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder, "whole" + Path(path).suffix)
+        write(made)
+        sys.stdout.flush()
+        target = os.stat(path)
+        printing = next((number for number in (1, 2) if os.path.samestat(target, os.fstat(number))), None)
+        with open(path if printing is None else os.dup(printing), "wb") as device:
+            device.write(made.read_bytes())
 
 
 def remove_parts_of_the_dead(folder: Path, begin: str, end: str) -> None:

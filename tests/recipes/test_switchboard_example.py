@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -420,3 +421,14 @@ def test_readme_names_the_options():
     for script in ("prepare.sh", "train.sh", "evaluate.sh"):
         first = output(script, "--help").splitlines()[0]
         assert all(option in readme for option in re.findall(r"--[a-z]+", first)), script
+
+
+def test_damaged_references_may_be_mended(tmp_path):
+    """No copy of them stays, of which the right ones would differ."""
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"{split}.jsonl").write_text('{"utts": [["A", "a"], ["B", "b"]]}\n')
+    (tmp_path / "test_multi_ref.json").write_text('[{"response": 3}]')
+    venv = recipes.stub(tmp_path / "venv", python=f'exec {sys.executable} "$@"', fairseq_preprocess="exit 1")
+    args = ["switchboard", "prepare.sh", "--from", tmp_path, "--out", tmp_path / "out"]
+    assert "is no list of" in recipes.run(*args, MIXTAPE_VENV=venv).stderr
+    assert not (tmp_path / "out" / "text" / "test_multi_ref.json").exists()

@@ -22,7 +22,8 @@ from omegaconf import OmegaConf
 
 from mixtape_plugin.criterions.awd_lstm_cross_entropy import AWDLSTMCrossEntropy
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.models.awd_lstm_lm import AWDLSTMLanguageModel
+from mixtape_plugin.models.awd_lstm_lm import AWDLSTMConfig, AWDLSTMLanguageModel
+from mixtape_plugin.models.options import complete_options
 from mixtape_plugin.modules.weight_drop import WeightDropLSTM
 from mixtape_plugin.output_layers import OUTPUT_LAYERS
 from mixtape_plugin.tasks.bptt_language_modeling import BpttLanguageModelingConfig, BpttLanguageModelingTask
@@ -701,3 +702,8 @@ def test_penalties_do_not_depend_on_what_the_loss_is_divided_by():
         assert sample_size == count
         penalty[sentence_avg] = (losses[1] - losses[0]) / count
     assert penalty[True] == pytest.approx(penalty[False], rel=1e-6)
+
+
+def test_the_size_of_one_layer_in_a_yaml_file_is_a_number():
+    tree = OmegaConf.create({"hidden_sizes": 7})
+    assert complete_options(tree, AWDLSTMConfig).hidden_sizes == "7" == tree.hidden_sizes

@@ -2,6 +2,7 @@
 batch, its peers, a run, what it skips."""
 
 import csv
+import io
 import math
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 from recipes import check_refusal, load_script
 
-from mixtape_plugin.benchmarks import measuring, workloads
+from mixtape_plugin.benchmarks import command_line, measuring, workloads
 from mixtape_plugin.benchmarks import output_layer_benchmark as library
 from mixtape_plugin.benchmarks.command_line import write_outputs
 from mixtape_plugin.benchmarks.measuring import Budget, Setting, available_memory, largest_batch
@@ -508,3 +509,39 @@ def test_run_on_a_gpu():
         shape, workloads.variants(LAYERS, ["eager", "fused"]), setting, 1, budget=budget
     ):
         assert row["skipped"] is None and 16 < row["tokens"] <= 2048
+
+
+def test_memory_that_is_free(monkeypatch):
+    text = "MemTotal: 9 kB\nMemFree: 1 kB\nMemAvailable: 5 kB\n"
+    monkeypatch.setattr(measuring, "open", lambda path: io.StringIO(text), raising=False)
+    monkeypatch.setattr(measuring, "CGROUPS", ())
+    assert available_memory("cpu") == 5 * 1024
+
+
+def test_a_commit_whose_code_was_changed_is_dirty(tmp_path, monkeypatch):
+    def git(*args):
+        command = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    monkeypatch.setattr(command_line, "ROOT", tmp_path)
+    assert command_line.commit() == "unknown"
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "a.py").write_text("1\n")
+    git("init", "-q"), git("add", "."), git("commit", "-qm", "x")
+    head = git("rev-parse", "HEAD")
+    (tmp_path / "notes").write_text("no code\n")
+    assert command_line.commit() == head
+    (tmp_path / "scripts" / "a.py").write_text("2\n")
+    assert command_line.commit() == f"{head} dirty"
+
+
+@pytest.mark.parametrize(
+    "shape, layer, contexts, gates",
+    [("ptb", "mos", (0.29, True), None), ("ptb", "mixtape", (0.29, True), 0.2), ("en-fr", "mixtape", (0, False), 0.15)],
+)
+def test_noise_is_the_papers(shape, layer, contexts, gates):
+    small = SHAPES[shape]._replace(vocab_size=30, embed_dim=4, feature_dim=4)
+    noisy, quiet = (workloads.build_layer(Variant(layer), small, noise=noise).config for noise in (True, False))
+    assert (noisy.context_dropout, noisy.locked_context_dropout) == contexts
+    assert gates is None or noisy.gate_dropout == gates
+    assert (quiet.context_dropout, quiet.gate_noise, quiet.gate_dropout) == (0, 0, 0)

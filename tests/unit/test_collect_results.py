@@ -449,3 +449,14 @@ def test_a_table_grows_but_loses_no_row(folder, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="--markdown rows.csv is not allowed, as rows.csv is read, too"):
         collect_results.main(["rows.csv", "--markdown", "rows.csv"])
     assert (tmp_path / "rows.csv").read_bytes() == before
+
+
+def test_no_page_is_written_where_a_table_of_another_cannot_be(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder("one", train_log=start() + epoch(1, 274, 200.5))
+    for page, training in ("a.md", "one"), ("b.md", "two"):
+        text = f"<!-- collect_results.py {training} --columns seed -->\nold\n<!-- end -->\n"
+        (tmp_path / page).write_text(text)
+    with pytest.raises(UserError, match="two is no folder"):
+        collect_results.main(["--page", "a.md", "b.md"])
+    assert "\nold\n" in (tmp_path / "a.md").read_text()

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import LAYERS, build_small_model, left_padded, make_dictionary, right_padded
+from fairseq.models import BaseFairseqModel
 from fairseq.sequence_generator import SequenceGenerator
 
 from mixtape_plugin.criterions.output_layer_cross_entropy import OutputLayerCrossEntropy
@@ -99,3 +100,11 @@ def test_padding_changes_nothing(output_layer, label_smoothing):
     alone = [loss_and_gradients([number]) for number in range(4)]
     for together, parts in zip(batch, zip(*alone)):  # fairseq's attention to the source is a softmax in float32
         torch.testing.assert_close(together, sum(parts), rtol=1e-5, atol=1e-5)
+
+
+def test_a_language_model_that_masks_nothing_may_be_subtracted():
+    class Model(BaseFairseqModel):
+        def max_decoder_positions(self):
+            return 9
+
+    SequenceGenerator([Model()], make_dictionary(), lm_model=Model(), lm_weight=-0.5)

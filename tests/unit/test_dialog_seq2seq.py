@@ -317,3 +317,13 @@ def test_dropout_is_retained():
     model.make_generation_fast_(retain_dropout=True)
     scores = [model(*batch)[0] for _ in range(2)]
     assert not torch.equal(*scores)
+
+
+def test_shared_gates_need_a_dictionary_by_frequency():
+    dictionary = Dictionary()
+    for n in range(20):
+        dictionary.add_symbol(f"w{n}", n=n + 1)
+    task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    args = Namespace(output_layer="mixtape", frequent_ratio=0.5, context_encoder="flat")
+    with pytest.raises(UserError, match="is not ordered by frequency"):
+        DialogSeq2SeqModel.build_model(args, task)

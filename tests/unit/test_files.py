@@ -9,7 +9,7 @@ import pytest
 from recipes import ROOT
 
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import make_folder, write_text, write_whole, writing
+from mixtape_plugin.files import check_outputs, make_folder, read_csv, write_text, write_whole, writing
 
 
 def test_of_two_that_write_one_file_at_once_none_takes_the_others_part(tmp_path, monkeypatch):
@@ -61,3 +61,25 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
         (tmp_path / name).write_text("half")
     write_text(path, "whole")
     assert set(os.listdir(tmp_path)) == {"best.one.pt", *kept, left[f".best.{platform.node()}"]}
+
+
+@pytest.mark.parametrize("mode", ["w", "a"])
+@pytest.mark.parametrize("unbuffered", ["1", ""])
+def test_where_a_process_prints_is_written_to_in_order(mode, unbuffered, tmp_path):
+    """/dev/stdout, where it is a file; what is there stays."""
+    code = "from mixtape_plugin.files import write_text; print(1); write_text('/dev/stdout', 'a table\\n'); print(2)"
+    with open(tmp_path / "out", mode) as file:
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=file, env=environment, check=True)
+    assert (tmp_path / "out").read_text() == "1\na table\n2\n" and os.listdir(tmp_path) == ["out"]
+
+
+def test_a_device_may_be_named_twice():
+    check_outputs({"--csv": "/dev/null", "--markdown": "/dev/null"}, ["/dev/null"])
+    write_text("/dev/null", "gone")
+
+
+def test_a_row_with_more_cells_than_names_is_damaged(tmp_path):
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n1,2,3\n")
+    with pytest.raises(UserError, match="a.csv, row 2 is damaged: it has other cells than the first line has names"):
+        read_csv(tmp_path / "a.csv", ["a"], "is no table")

@@ -112,3 +112,16 @@ def test_splits_are_drawn_apart(corpus):
     assert len({tuple(lines) for lines in first.values()}) == 3
     frequency = Counter(word for line in read(corpus / "train.tgt") for word in line)
     assert max(frequency.values()) > 2 * min(frequency.values())  # gate sharing would need an order by frequency
+
+
+def test_a_corpus_is_whole_or_not_there(tmp_path, monkeypatch):
+    make_corpus = load_script("make_corpus")
+
+    def full(folder, seed, sizes):
+        (folder / "train.src").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(make_corpus, "write_corpus", full)
+    with pytest.raises(UserError, match=f"--out {tmp_path}/corpus cannot be written: No space left on device"):
+        make_corpus.main(["--out", str(tmp_path / "corpus")])
+    assert not list(tmp_path.iterdir())

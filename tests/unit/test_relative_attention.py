@@ -164,3 +164,11 @@ def test_dropout_is_of_a_weight_wherever_it_is_used():
                 row = attention.relative_value[max(-CLIP, min(CLIP, j - i)) + CLIP]
                 mixed[i] += dropped[:, :, i, j, None] * (values[j] + row)
         torch.testing.assert_close(actual, attention.out_proj(mixed.flatten(2)))
+
+
+def test_initial_tables_are_uniform():
+    """Glorot and Bengio's, of 5 distances and 4 elements of a head."""
+    torch.manual_seed(0)
+    attention, bound = RelativeMultiheadAttention(8, 2, 2), (6 / (5 + 4)) ** 0.5
+    for table in attention.relative_key, attention.relative_value:
+        assert table.shape == (5, 4) and 0.7 * bound < table.abs().max() <= bound

@@ -255,3 +255,10 @@ def test_unknown_test_set(tmp_path):
     with pytest.raises(UserError) as stop:
         score_script.main(arguments("--hypotheses", write(tmp_path / "hyp", HYPOTHESES), "--test-set", "nosuch"))
     assert str(stop.value) == "--test-set nosuch is not to be had: No such test set nosuch"
+
+
+def test_references_in_lower_case_are_not_written_over(tmp_path):
+    hypotheses, references, tokens = (write(tmp_path / name, ["ein Satz"]) for name in ("hyp", "ref", "tokens"))
+    files = ["--hypotheses", hypotheses, "--references", references, "--lower-cased-tokens", tokens, "--json", tokens]
+    with pytest.raises(UserError, match=f"^--json {tokens} is not allowed, as .* is read, too"):
+        score_script.main(arguments(*files))
