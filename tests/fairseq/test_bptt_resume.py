@@ -40,15 +40,23 @@ def test_resume_after_a_kill_in_mid_epoch_equals_an_uninterrupted_run(phase, tex
     check_same_checkpoints(tmp_path / "whole", tmp_path / "killed", phase)
 
 
+WALK = {
+    "--batch-size": 5,
+    "--small-batch-size": 3,
+    "--seed": 4,
+    "--tokens-per-sample": 30,
+    "--segment-length-std": 4.0,
+    "--short-segment-probability": 0.5,
+    "--min-segment-length": 6,
+    "--max-segment-length": 40,
+}
+
+
 @pytest.mark.slow
 def test_a_resume_in_mid_epoch_at_another_place_of_the_text_is_refused(text, tmp_path):
     run("train", *lm_args(text, tmp_path, "--max-update", 6, "--seed", 3))
     before = files(tmp_path)
-    for option, value in [
-        *(("--batch-size", 5), ("--tokens-per-sample", 30), ("--seed", 4), ("--small-batch-size", 3)),
-        *(("--segment-length-std", 4.0), ("--short-segment-probability", 0.5)),
-        *(("--min-segment-length", 6), ("--max-segment-length", 40)),
-    ]:
+    for option, value in WALK.items():
         with pytest.raises(
             UserError, match=f"in the middle of an epoch with {option} .*, and cannot be resumed with {value}:"
         ):

@@ -16,11 +16,11 @@ def train(tmp_path):
     (tmp_path / "dict.txt").write_text("the 1\n")
     args = ["ptb", "train.sh", "softmax", "--data", tmp_path, "--save", tmp_path / "save", "--cpu"]
 
-    def train(fairseq_train, times=1):
+    def call(fairseq_train, times=1):
         venv = machine(tmp_path / "venv", fairseq_train=fairseq_train)
         return [run(*args, MIXTAPE_VENV=venv) for _ in range(times)]
 
-    return train
+    return call
 
 
 def test_a_rerun_goes_on_with_the_log(train, tmp_path):

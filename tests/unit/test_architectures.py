@@ -203,12 +203,8 @@ def test_relative_attention_has_the_noise_of_quantization():
         model = build_small_model(max_relative_position=3, quant_noise_pq=noise, quant_noise_pq_block_size=4)
         for side in model.encoder, model.decoder:
             for layer in side.layers:
-                hooks = [len(projection._forward_pre_hooks) for projection in attention_projections(layer.self_attn)]
-                assert hooks == [int(noise > 0)] * 4
-
-
-def attention_projections(attention):
-    return attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj
+                for name in "q_proj", "k_proj", "v_proj", "out_proj":
+                    assert len(getattr(layer.self_attn, name)._forward_pre_hooks) == (noise > 0)
 
 
 def test_activation_checkpointing_of_relative_positions_changes_no_gradient():

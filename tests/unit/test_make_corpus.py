@@ -115,8 +115,6 @@ def test_splits_are_drawn_apart(corpus):
 
 
 def test_a_corpus_is_whole_or_not_there(tmp_path, monkeypatch):
-    make_corpus = load_script("make_corpus")
-
     def full(folder, seed, sizes):
         (folder / "train.src").write_text("half")
         raise OSError(28, "No space left on device")
