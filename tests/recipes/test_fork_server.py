@@ -2,9 +2,10 @@
 
 import os
 import subprocess
+import sys
 
 from conftest import console_script
-from recipes import files, tools
+from recipes import ROOT, files, tools
 
 FORK, REAL = "fairseq-preprocess", console_script("preprocess")
 
@@ -35,6 +36,20 @@ def test_same_mistake(tmp_path):
     assert [run.returncode for run in runs] == [2, 2]
     assert fork.splitlines()[-1] == real.splitlines()[-1]
     assert "--workers" in real
+
+
+def test_same_mistake_in_a_script(tmp_path):
+    """Its one sentence; that scripts do their work in a fork, test_multi30k_example.py sees."""
+    script = str(ROOT / "scripts" / "average_checkpoints.py")
+    done = [
+        subprocess.run(
+            [python, script, "--last", "3", "nowhere", "--output", "average.pt"],
+            **dict(cwd=tmp_path, env=tools(), capture_output=True, encoding="utf-8"),
+        )
+        for python in ("python", sys.executable)
+    ]
+    assert [run.returncode for run in done] == [1, 1]
+    assert done[0].stderr == done[1].stderr and "nowhere has 0" in done[0].stderr
 
 
 def test_a_caller_who_is_killed_takes_the_command_along(tmp_path):

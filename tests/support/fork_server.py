@@ -1,9 +1,9 @@
-"""fairseq's commands in forks of one process that has imported fairseq, which saves each the seconds of its import.
+"""fairseq's commands and some scripts in forks of one process that has imported fairseq: each saves 4 seconds so.
 
-:func:`environment` gives a copy of the tests' virtual environment, links but for fairseq's commands. Such a command
-hands what it was called with to the server, whose fork runs it: in the caller's folder, with the caller's environment
-and its stdin, stdout and stderr. Some variables are read only when Python starts: where they are others than the
-server's the command itself is run.
+:func:`environment` gives a copy of the tests' virtual environment, links but for fairseq's commands and `python`. Such
+a command, or `python` with one of the scripts below, hands what it was called with to the server, whose fork runs it:
+in the caller's folder, with the caller's environment and its stdin, stdout and stderr. Some variables are read only
+when Python starts: where they are others than the server's the command itself is run, as `python` is for all else.
 """
 
 import atexit
@@ -12,6 +12,7 @@ import importlib
 import json
 import logging
 import os
+import runpy
 import select
 import shutil
 import signal
@@ -22,13 +23,24 @@ import sys
 import tempfile
 from pathlib import Path
 
-COMMANDS = ("fairseq-preprocess", "fairseq-train", "fairseq-generate", "fairseq-interactive", "fairseq-validate")
+FAIRSEQ = tuple(f"fairseq-{name}" for name in "preprocess train generate interactive validate eval-lm".split())
+COMMANDS = ("python", *FAIRSEQ)
+ROOT = Path(__file__).resolve().parents[2]
+# Those of the scripts which import fairseq or torch, and which the recipes call
+SCRIPTS = [
+    str(ROOT / "scripts" / f"{name}.py") for name in ("average_checkpoints", "cache_pointer", "dynamic_evaluation")
+]
+SCRIPTS.append(str(ROOT / "examples" / "lib" / "plan_training.py"))
 READ_AT_START = ("PYTHON", "OMP_", "MKL_")
-CLIENT = """#!{python}
-import json, os, socket, sys
+CLIENT = """#!{python} -SE
+import os, sys
 
-if {{name: value for name, value in os.environ.items() if name.startswith({read_at_start})}} != {at_start}:
+at_start = {{name: value for name, value in os.environ.items() if name.startswith({read_at_start})}}
+if at_start != {at_start} or {scripts} and sys.argv[1:2] not in {scripts}:
     os.execv({command!r}, [{command!r}, *sys.argv[1:]])
+
+import json, socket
+
 with socket.socket(socket.AF_UNIX) as connection:
     connection.connect({address!r})
     request = json.dumps([sys.argv, os.getcwd(), dict(os.environ)]) + "\\n"
@@ -62,6 +74,7 @@ def environment():
             python=real / "bin" / "python",
             read_at_start=READ_AT_START,
             at_start=at_start,
+            scripts=[[script] for script in SCRIPTS] if name == "python" else None,
             command=str(real / "bin" / name),
             address=str(root / "socket"),
         )
@@ -103,7 +116,13 @@ def run(argv, folder, environ, files):
     sys.argv = argv
     status = 0
     try:
-        importlib.import_module("fairseq_cli." + Path(argv[0]).name.split("-")[1]).cli_main()
+        name = Path(argv[0]).name
+        if name == "python":
+            del sys.argv[0]
+            sys.path.insert(0, os.path.dirname(sys.argv[0]))
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        else:
+            importlib.import_module("fairseq_cli." + name.split("-", 1)[1].replace("-", "_")).cli_main()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
