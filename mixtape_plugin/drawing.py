@@ -6,12 +6,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from mixtape_plugin.errors import UserError
 from mixtape_plugin.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PICTURES = (".png", ".pdf", ".svg")  # what the name of one may end in
+ENDINGS = f"{', '.join(PICTURES[:-1])} or {PICTURES[-1]}"
+
+
+def check_picture(option: str, path: str | Path | None) -> None:
+    """Raises UserError where an option, None where it is not given, names no picture."""
+    if path and Path(path).suffix.lower() not in PICTURES:
+        raise UserError(f"{option} {path} is not allowed: a name that ends in {ENDINGS}")
 
 
 def pyplot() -> ModuleType:
@@ -24,6 +32,6 @@ def pyplot() -> ModuleType:
     return plt
 
 
-def save(plt: ModuleType, figure: Figure, path: str | Path) -> None:
+def save(figure: Figure, path: str | Path) -> None:
     write_whole(path, lambda part: figure.savefig(part, dpi=150))
-    plt.close(figure)
+    pyplot().close(figure)

@@ -43,6 +43,13 @@ def check_values(options: object, allowed: dict) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value} is not allowed: {what}")
 
 
+def check_least(options: object, **least: float) -> None:
+    """Raises UserError for the first option below its least value, or infinite; one that is not given is None, or
+    missing."""
+    given = {name: lowest for name, lowest in least.items() if getattr(options, name, None) is not None}
+    check_values(options, {name: (getattr(options, name) >= low, f"at least {low}") for name, low in given.items()})
+
+
 def check_type(options: object, name: str, kind: type, optional: bool = False) -> None:
     """Raises UserError where an option's value is not of its type: bool, int, float (or an int) or str.
 

@@ -66,6 +66,14 @@ def writing(option: str, path: str | Path) -> Iterator[None]:
         raise UserError(f"{option} {path} cannot be written: {error.strerror or error}") from None
 
 
+def write_outputs(*outputs: tuple) -> None:
+    """Of options, each with its path, None where it is not given, and what writes to that path: those that have one."""
+    for option, path, write in outputs:
+        if path:
+            with writing(option, path):
+                write(path)
+
+
 def make_folder(path: Path) -> None:
     """Makes --out before what takes long; raises UserError where it cannot be."""
     try:

@@ -36,13 +36,13 @@ import torch
 
 from mixtape_plugin.analysis import frequency, mixing, pictures, predictions, rank, word_similarity
 from mixtape_plugin.analysis.divergence import PairwiseDivergence
-from mixtape_plugin.analysis.results import table
 from mixtape_plugin.analysis.trained_model import Text, find_checkpoint, load
 from mixtape_plugin.benchmarks.measuring import available_memory
-from mixtape_plugin.errors import UserError, check_values
+from mixtape_plugin.errors import UserError, check_least
 from mixtape_plugin.evaluation.command_line import device, progress_bar
 from mixtape_plugin.evaluation.language_model import Score
 from mixtape_plugin.files import make_folder, write_csv, write_text
+from mixtape_plugin.tables import table
 
 EPSILONS = (1e-3, 1e-4, 1e-5)
 LEAVE_NOTHING = ("frequency", "mixing")  # in the folders
@@ -205,7 +205,7 @@ def chosen(args: argparse.Namespace, text: Text) -> dict:
 
 
 def find_name(args: argparse.Namespace, given: str) -> str:
-    names = [name for folder, name in args.names.items() if given in (name, folder.name) or Path(given) == folder]
+    names = [name for folder, name in args.names.items() if given == name or Path(given) == folder]
     if len(names) != 1:
         raise UserError(f"--search {given} is none of the folders: {', '.join(args.names.values())}")
     return names[0]
@@ -331,10 +331,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def check(args: argparse.Namespace) -> None:
     """Raises UserError for the first mistake; names the folders, by their paths where two have one name."""
-    for name, least in {"contexts": 2, "batch_size": 1, "top": 1, "random": 0, "search_count": 1}.items():
-        value = getattr(args, name, None)
-        if value is not None:
-            check_values(args, {name: (value >= least, f"at least {least}")})
+    check_least(args, contexts=2, batch_size=1, top=1, random=0, search_count=1)
     for name, of, default in (("seed", "random", 1), ("search_count", "search", 6)):
         if getattr(args, name, None) is None:
             setattr(args, name, default)

@@ -163,7 +163,7 @@ def draw(path: str, rows: Sequence[dict], facts: dict) -> None:
         axis.invert_yaxis()
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.suptitle(f"{facts['machine']}, {facts['threads']} threads, torch {facts['torch']}", fontsize=8)
-    save(plt, figure, path)
+    save(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

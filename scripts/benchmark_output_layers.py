@@ -211,7 +211,7 @@ def draw(path: str, rows: Sequence[dict], facts: dict) -> None:
     figure.suptitle(
         f"{facts['machine']}, {facts['threads']} threads, {facts['dtype']}, torch {facts['torch']}", fontsize=8
     )
-    save(plt, figure, path)
+    save(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -24,10 +24,11 @@ import torch
 from tqdm import tqdm
 
 from mixtape_plugin.analysis.bottleneck import LAYERS, MAP_SCORES, Fit, fit, random_conditional
-from mixtape_plugin.analysis.rank import log_prob_rank, singular_values
+from mixtape_plugin.analysis.rank import press_rank, singular_values
 from mixtape_plugin.drawing import pyplot, save
-from mixtape_plugin.errors import UserError
+from mixtape_plugin.errors import UserError, check_least
 from mixtape_plugin.files import make_folder, write_csv
+from mixtape_plugin.tables import aligned
 
 CONCENTRATION = 0.05
 MAX_CELLS = 2**22
@@ -46,7 +47,7 @@ def draw(path: Path, fits: dict[str, Fit], true_sigma: torch.Tensor, title: str)
     right.set(xlabel="index", ylabel="σ / σ_max", title="singular values of log P", yscale="log", xscale="log")
     left.legend(loc="lower left")
     right.legend(title="rank")
-    save(plt, figure, path)
+    save(figure, path)
 
 
 def draw_maps(path: Path, maps: dict[str, torch.Tensor]) -> None:
@@ -61,20 +62,15 @@ def draw_maps(path: Path, maps: dict[str, torch.Tensor]) -> None:
     left.set(xlabel="score z", ylabel="f(z)", title="maps of the scores before the softmax")
     right.set(xlabel="score z", ylabel="f(z) − z", title="what they change")
     left.legend()
-    save(plt, figure, path)
+    save(figure, path)
 
 
 def table(fits: dict[str, Fit]) -> str:
-    rows = [
-        [name, f"{fit.kl:.2f}", fit.rank, f"{fit.accuracy:.3f}", f"{fit.parameters:,}", f"{fit.seconds:.1f}"]
+    rows = (
+        [name, f"{fit.kl:.2f}", str(fit.rank), f"{fit.accuracy:.3f}", f"{fit.parameters:,}", f"{fit.seconds:.1f}"]
         for name, fit in fits.items()
-    ]
-    widths = [max(len(str(row[i])) for row in [COLUMNS, *rows]) for i in range(len(COLUMNS))]
-    lines = [
-        "  ".join(f"{cell:{'<' if i == 0 else '>'}{widths[i]}}" for i, cell in enumerate(row))
-        for row in [COLUMNS, *rows]
-    ]
-    return "\n".join(lines)
+    )
+    return aligned([COLUMNS, *rows], text_columns=1)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -86,9 +82,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="truth and initial values (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("bottleneck_run"), help="folder (default: %(default)s)")
     args = parser.parse_args(argv)
-    for name, lowest in {"steps": 10, "contexts": 2, "tokens": 2, "embed_dim": 1, "seed": 0}.items():
-        if getattr(args, name) < lowest:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is not allowed: at least {lowest}")
+    check_least(args, steps=10, contexts=2, tokens=2, embed_dim=1, seed=0)
     if args.seed >= 2**63:
         raise UserError(f"--seed {args.seed} is not allowed: less than 2^63")
     if args.contexts * args.tokens > MAX_CELLS:
@@ -110,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     truth = torch.from_numpy(
         random_conditional(args.contexts, args.tokens, CONCENTRATION, np.random.default_rng(args.seed))
     )
-    entropy = -(truth.exp() * truth).sum(-1).mean()
+    entropy = torch.special.entr(truth.exp()).sum(-1).mean()
     fits = {}
     with tqdm(total=args.steps * len(LAYERS), unit="step", mininterval=0.5 if sys.stderr.isatty() else 10) as bar:
         for name, layer in LAYERS.items():
@@ -133,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
         write_csv(args.out / f"{name}.csv", columns, (dict(zip(columns, row)) for row in rows))
     draw(args.out / "bottleneck.png", fits, true_sigma, title)
     draw_maps(args.out / "maps.png", maps)
-    print(f"{title}; the truth has rank {log_prob_rank(truth)} and an entropy of {entropy:.2f} nats\n")
+    print(f"{title}; the truth has rank {press_rank(true_sigma, *truth.shape)} and an entropy of {entropy:.2f} nats\n")
     print(table(fits))
     print(f"\nDrawing and CSV files: {args.out}/")
 

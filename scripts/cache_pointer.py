@@ -58,7 +58,8 @@ def parse_args(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--window", type=int, help="tokens in the cache (AWD-LSTM's: ptb 500, wikitext2 3785)")
     grids = {"weights": (float, WEIGHTS), "thetas": (float, THETAS), "windows": (int, None)}
     for name, (number, values) in grids.items():
-        shown = " ".join(map(str, values or "100 500 2000, wikitext2 500 2000 3785".split()))
+        windows = "; ".join(f"{text} {' '.join(map(str, sizes))}" for text, sizes in WINDOWS.items())
+        shown = " ".join(map(str, values)) if values else windows
         parser.add_argument(f"--{name}", type=number, nargs="+", help=f"grid of --search (default: {shown})")
     args = parser.parse_args(argv)
     check_search(args, grids, {"weight": "weights", "theta": "thetas", "window": "windows"})

@@ -98,9 +98,9 @@ from mixtape_plugin.analysis.statistics import (
     leave_out_repeats,
     rename,
 )
-from mixtape_plugin.drawing import PICTURES
+from mixtape_plugin.drawing import check_picture
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import check_outputs, read_lines, write_csv, write_text, writing
+from mixtape_plugin.files import check_outputs, read_lines, write_csv, write_outputs, write_text
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -221,8 +221,7 @@ def check(args: argparse.Namespace) -> None:
         "--scatter": args.scatter,
     }
     for option, path in pictures.items():
-        if path and path.suffix.lower() not in PICTURES:
-            raise UserError(f"{option} {path} is not allowed: a name that ends in .png, .pdf or .svg")
+        check_picture(option, path)
     for option, value in (("--range", args.range), ("--scatter", args.scatter)):
         if value and not args.correlate:
             raise UserError(f"{option} {value} needs --correlate: name two columns")
@@ -318,13 +317,13 @@ def report(args: argparse.Namespace) -> str:
         for repeat, first in leave_out_repeats(found):
             print(f"collect_results.py: {repeat} has the seed of {first}, which counts instead", file=sys.stderr)
         baseline = find_baseline(found, args.baseline) if args.baseline else None
-        lines, tests = compare(found, baseline, means)
+        lines = compare(found, baseline, means)
     if of_groups:
         of_several = {*P_VALUES, *(name for line in lines for name in line if name != "command")}
         alone = [name for name in columns or () if name not in of_several]
         if alone:
             raise UserError(f"--columns {alone[0]} is of single trainings, and --groups puts several into one line")
-        over_seeds = groups_markdown(found, lines, tests, baseline, columns)
+        over_seeds = groups_markdown(found, lines, baseline, columns)
         text = over_seeds if columns else f"{text}\n{over_seeds}"
     measured = [{**row, **{name: value_of(row[name]) for name in flags}} for row in rows]
     if args.correlate:
@@ -357,14 +356,6 @@ def report_overview(args: argparse.Namespace) -> str:
         ("--differences", args.differences, lambda path: draw_overview(path, found, score)),
     )
     return text
-
-
-def write_outputs(*outputs: tuple) -> None:
-    """Of each option, the path that it was given, and what writes it, those that have a path."""
-    for option, path, write in outputs:
-        if path:
-            with writing(option, path):
-                write(path)
 
 
 def save_csv(path: str | Path, rows: Sequence[dict]) -> None:

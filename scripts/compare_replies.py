@@ -20,9 +20,9 @@ from typing import Sequence
 
 import start
 
-from mixtape_plugin.analysis.results import table
-from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import check_outputs, read_lines, write_text, writing
+from mixtape_plugin.errors import UserError, check_least
+from mixtape_plugin.files import check_outputs, read_lines, write_outputs, write_text
+from mixtape_plugin.tables import table
 
 
 def variety(name: str, replies: Sequence[Sequence[str]]) -> list[str]:
@@ -80,8 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for number in args.contexts:
         if not 1 <= number <= len(contexts):
             raise UserError(f"--contexts {number} is not allowed: 1 to {len(contexts)}, the number of contexts")
-    if args.utterances < 1:
-        raise UserError(f"--utterances {args.utterances} is not allowed: at least 1")
+    check_least(args, utterances=1)
     trainings = {}
     for folder in args.trainings:
         name = folder.resolve().name
@@ -89,10 +88,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError(f"{folder}: another training is called {name}, too")
         trainings[name] = [line.split("\t") for line in read(folder / "replies.txt", len(contexts))]
     page = compare(trainings, contexts, responses, args.contexts, args.utterances)
-    if args.output:
-        with writing("--output", args.output):
-            write_text(args.output, page)
-    else:
+    write_outputs(("--output", args.output, lambda path: write_text(path, page)))
+    if not args.output:
         print(page, end="")
 
 

@@ -35,7 +35,7 @@ import torch
 
 from mixtape_plugin.analysis.bottleneck import random_conditional
 from mixtape_plugin.analysis.rank import log_prob_rank
-from mixtape_plugin.errors import UserError
+from mixtape_plugin.errors import UserError, check_least
 from mixtape_plugin.files import writing
 
 SOURCE_WORDS, TARGET_WORDS, CONCENTRATION = 256, 256, 0.01
@@ -96,9 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--test", type=int, default=500, help="sentences (default: %(default)s)")
     args = parser.parse_args(argv)
     sizes = {split: getattr(args, split) for split in ("train", "valid", "test")}
-    for name, lowest in {"seed": 0, "train": 1, "valid": 1, "test": 1}.items():
-        if getattr(args, name) < lowest:
-            raise UserError(f"--{name} {getattr(args, name)} is not allowed: at least {lowest}")
+    check_least(args, seed=0, train=1, valid=1, test=1)
     if args.out.exists():
         raise UserError(f"--out {args.out} exists; choose a new folder, or remove it")
 

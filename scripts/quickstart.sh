@@ -3,13 +3,14 @@
 # Running it again reuses what is there.
 set -euo pipefail
 
+known="softmax mos moc mixtape sigsoftmax gss plif" # output layers
 usage="usage: quickstart.sh [--data DIR [--source-lang XX]] [--out DIR] [--layers LIST] [--updates N] [--no-setup]
   --data DIR    your own parallel text instead of a generated corpus: {train,valid,test}.XX and .YY, line by line
   --source-lang XX
                 the language to translate from (default: the first by alphabet)
   --out DIR     everything that is written (default: quickstart-output, with --data quickstart-output.NAME after its
                 folder; .2 and so on is added where that holds a run with other options)
-  --layers LIST output layers to compare, of softmax,mos,moc,mixtape,sigsoftmax,gss,plif (default: softmax,mixtape);
+  --layers LIST output layers to compare, of ${known// /,} (default: softmax,mixtape);
                 those that were trained before are not trained again
   --updates N   training length (default: 1000)
   --no-setup    use the Python environment that is active instead of setting one up"
@@ -41,7 +42,7 @@ IFS=, read -ra layers <<<"$layers"
 [ ${#layers[@]} -gt 0 ] || die "--layers is empty; see quickstart.sh --help"
 [ -z "$(printf '%s\n' "${layers[@]}" | sort | uniq -d)" ] || die "--layers names one twice: ${layers[*]}"
 for layer in "${layers[@]}"; do
-  flags_of "$layer" >/dev/null || die "--layers names '$layer', allowed are softmax, mos, moc, mixtape, sigsoftmax, gss and plif"
+  flags_of "$layer" >/dev/null || die "--layers names '$layer', allowed are ${known// /, }"
 done
 [ -z "$data" ] || [ -d "$data" ] || die "--data $data is no folder"
 [ -z "$data" ] || data=$(cd "$data" && pwd)

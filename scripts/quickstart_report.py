@@ -16,12 +16,12 @@ from pathlib import Path
 import start
 import torch
 
-import mixtape_plugin
 from mixtape_plugin.analysis.rank import log_prob_rank
 from mixtape_plugin.analysis.trained_model import load
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.evaluation.language_model import Score
 from mixtape_plugin.files import write_csv, write_text
+from mixtape_plugin.tables import table
 
 MAX_CONTEXTS = 2000
 COLUMNS = ("output layer", "BLEU", "test perplexity", "rank of log P", "parameters", "training tokens/s")
@@ -62,7 +62,6 @@ def row(out: Path, layer: str) -> tuple[list, dict, int, int]:
 def main() -> None:
     if len(sys.argv) < 3 or not os.path.isdir(sys.argv[1]):
         raise UserError("usage: quickstart_report.py DIR LAYER..., the folder that quickstart.sh wrote and its layers")
-    mixtape_plugin.register()
     out = Path(sys.argv[1])
     rows = []
     for layer in sys.argv[2:]:
@@ -73,15 +72,15 @@ def main() -> None:
         true = json.loads(truth.read_text(encoding="utf-8"))
         rows.append(["the truth", "100.0", f"{true['perplexity']:.2f}", true["rank"], "", ""])
 
-    lines = ["| " + " | ".join(map(str, cells)) + " |" for cells in [COLUMNS, ["---"] * len(COLUMNS), *rows]]
     against = "the likeliest translations" if truth.exists() else "the references"
-    lines += ["", f"BLEU against {against}: {bleu['metric']}, {bleu['signature']}"]
-    lines += [
-        f"Perplexity of every token of the test set; rank over {contexts} of its contexts and {vocab_size} tokens."
-    ]
-    write_text(out / "table.md", "\n".join(lines) + "\n")
+    text = (
+        f"{table(COLUMNS, (map(str, cells) for cells in rows))}\n"
+        f"BLEU against {against}: {bleu['metric']}, {bleu['signature']}\n"
+        f"Perplexity of every token of the test set; rank over {contexts} of its contexts and {vocab_size} tokens.\n"
+    )
+    write_text(out / "table.md", text)
     write_csv(out / "table.csv", COLUMNS, (dict(zip(COLUMNS, cells)) for cells in rows))
-    print("\n".join(lines))
+    print(text, end="")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from sacrebleu.utils import get_reference_files
 from sacremoses.corpus import NonbreakingPrefixes
 
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import check_outputs, read_lines, write_text, writing
+from mixtape_plugin.files import check_outputs, read_lines, write_outputs, write_text
 
 
 def sentences(path: str) -> list[str]:
@@ -157,9 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in results:
         before = f"  after {row['preprocessing']}" if row["preprocessing"] else ""
         print(f"{row['metric']:<32}{row['score']:6.2f}  {row['signature']}{before}")
-    if args.json is not None:
-        with writing("--json", args.json):
-            write_text(args.json, json.dumps(results, indent=2) + "\n")
+    write_outputs(("--json", args.json, lambda path: write_text(path, json.dumps(results, indent=2) + "\n")))
 
 
 if __name__ == "__main__":

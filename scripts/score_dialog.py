@@ -20,7 +20,7 @@ import start
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.evaluation.dialog_bleu import SIGNATURE, corpus_bleu
-from mixtape_plugin.files import check_outputs, read_lines, write_text, writing
+from mixtape_plugin.files import check_outputs, read_lines, write_outputs, write_text
 
 
 def read_generated(path: Path) -> list:
@@ -90,11 +90,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = "".join("\t".join(" ".join(reply) for reply in nbest) + "\n" for nbest in replies)
     except ValueError as error:
         raise UserError(str(error)) from None
-    outputs = {"--replies": (args.replies, text), "--json": (args.json, json.dumps(results, indent=2) + "\n")}
-    for option, (path, content) in outputs.items():
-        if path:
-            with writing(option, path):
-                write_text(path, content)
+    write_outputs(
+        ("--replies", args.replies, lambda path: write_text(path, text)),
+        ("--json", args.json, lambda path: write_text(path, json.dumps(results, indent=2) + "\n")),
+    )
 
     for row in results:
         print(f"{row['metric']:<18}{row['score']:6.4f}  {row['signature']}")

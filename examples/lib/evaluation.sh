@@ -1,6 +1,7 @@
 # What evaluate.sh of all examples share; they source it, with $root set and, where they have options of their own, $usage.
 
 source "$root/examples/lib/recipes.sh"
+analyses=({rank,predictions,similarity}.json) # what scripts/analyze.py leaves in a training's folder
 
 # -------------------------------------------------------------------------------------------------------- options
 
@@ -59,14 +60,20 @@ find_references() { # find_references TARGET: $references, a file or a test set 
   references=(--references "$found")
 }
 
-test_perplexity() { # test_perplexity FLAG...: fairseq-validate of $save/average.pt, into $save/test-perplexity.txt
+# validation CHECKPOINT SPLIT LOG FLAG...: fairseq-validate, its loss and perplexity into $save/SPLIT-perplexity.txt.part
+validation() {
+  local checkpoint=$save/$1 split=$2 log=$save/$3
+  shift 3
+  fairseq-validate "$data" --user-dir "$root/mixtape_plugin" --path "$checkpoint" --task translation --valid-subset "$split" \
+    --log-format simple "$@" >"$log" 2>&1 || die "fairseq-validate failed: $(tail -n 1 "$log")"
   # nll_loss (bits a subword, </s> included) and ppl = 2^nll_loss are those of the model, without label smoothing.
-  fairseq-validate "$data" --user-dir "$root/mixtape_plugin" --path "$save/average.pt" --task translation --valid-subset test \
-    --log-format simple "$@" >"$save/validate.log" 2>&1 || die "fairseq-validate failed: $(tail -n 1 "$save/validate.log")"
-  grep -o 'nll_loss [^ ]* | ppl [^ ]*' "$save/validate.log" | tail -n 1 | sed 's/^/test /' >"$save/test-perplexity.txt.part" ||
-    die "fairseq-validate gave no perplexity; see $save/validate.log"
-  mv "$save/test-perplexity.txt.part" "$save/test-perplexity.txt"
-  cat "$save/test-perplexity.txt"
+  grep -o 'nll_loss [^ ]* | ppl [^ ]*' "$log" | tail -n 1 | sed "s/^/$split /" >"$save/$split-perplexity.txt.part" ||
+    die "fairseq-validate gave no perplexity; see $log"
+}
+
+show() { # show NAME: $save/NAME.part is $save/NAME from now on, and printed
+  mv "$save/$1.part" "$save/$1"
+  cat "$save/$1"
 }
 
 search=(--beam 4 --lenpen 0.6) # flags of fairseq-generate; an example may have others
@@ -87,8 +94,7 @@ scores() { # scores TARGET NAME PREFIX FLAG...: all BLEU and chrF of $save/NAME.
   local result=$save/${3}score
   python "$root/scripts/score.py" --hypotheses "$save/$2.hyp" "${@:4}" --source-lang en --target-lang "$1" \
     --json "$result.json" >"$result.txt.part"
-  mv "$result.txt.part" "$result.txt"
-  cat "$result.txt"
+  show "${3}score.txt"
 }
 
 bleu_13a() { # bleu_13a SCORES: out of a file that scores wrote
@@ -136,14 +142,15 @@ evaluate_translation() {
   [ ! -f "$tokens" ] || references+=(--lower-cased-tokens "$tokens")
 
   local before="" made=(test.hyp score.{txt,json})
-  local of_this=(test-perplexity.txt {rank,predictions,similarity}.json {test,valid}.hyp {,valid-}score.{txt,json} lenpen{,.json})
+  local of_this=(test-perplexity.txt "${analyses[@]}" {test,valid}.hyp {,valid-}score.{txt,json} lenpen{,.json})
   [ -z "$valid" ] || made+=(valid.hyp valid-score.{txt,json})
   [ -z "$tune_lenpen" ] || made+=(lenpen{,.json})
   [ ! -f "$save/average.pt" ] || before=$(checksum md5 "$save/average.pt")
   python "$root/scripts/average_checkpoints.py" --last "${last:-$2}" "$save" --by "$3" --output "$save/average.pt"
   [ -n "$before" ] && [ "$(checksum md5 "$save/average.pt")" = "$before" ] || # else they are of another model
     (cd "$save" && rm -rf "${of_this[@]}")
-  test_perplexity "${flags[@]}" # fails with data of another dictionary, before anything that is there is lost
+  validation average.pt test validate.log "${flags[@]}" # fails with another dictionary, before what is there is lost
+  show test-perplexity.txt
   (cd "$save" && rm -rf "${made[@]}")
   translate "$1" test test generate.log "${flags[@]}"
   scores "$1" test "" "${references[@]}"
@@ -173,7 +180,7 @@ evaluate_wmt() { # evaluate_wmt DATA TARGET ARGUMENT...: the whole of evaluate.s
 
 # ------------------------------------------------------------------------------------------------- language models
 
-# drop_older NAME...: removes each of these files of $save that is no newer than its best checkpoint: of the one before, perhaps
+# drop_older NAME...: removes each of these files of $save that is older than its best checkpoint: of the one before, perhaps
 drop_older() {
   local name
   for name; do
@@ -184,8 +191,8 @@ drop_older() {
 perplexity() { # perplexity SPLIT COLUMNS UNIT FLAGS...: fairseq-eval-lm of $save/checkpoint_best.pt, into $save/SPLIT.txt
   local split=$1 columns=$2 unit=$3 log=$save/eval.$1.log count bits
   shift 3
-  fairseq-eval-lm "$data" --user-dir "$root/mixtape_plugin" --task bptt_language_modeling --path "$save/checkpoint_best.pt" \
-    --gen-subset "$split" --batch-size "$columns" --log-format simple --log-interval 1000 "$@" >"$log" 2>&1 ||
+  fairseq-eval-lm "$data" --user-dir "$root/mixtape_plugin" --task bptt_language_modeling --batch-size "$columns" \
+    --log-format simple --log-interval 1000 "$@" --path "$save/checkpoint_best.pt" --gen-subset "$split" >"$log" 2>&1 ||
     die "fairseq-eval-lm failed: $(tail -n 1 "$log")"
   count=$(sed -n 's/.*Evaluated \([0-9,]*\) tokens.*/\1/p' "$log")
   bits=$(sed -n 's/.*Loss (base 2): \([^ ,]*\), Perplexity: \([^ ]*\).*/\1 bits a '"$unit"', perplexity \2/p' "$log")
@@ -193,17 +200,16 @@ perplexity() { # perplexity SPLIT COLUMNS UNIT FLAGS...: fairseq-eval-lm of $sav
   echo "$split: $count ${unit}s, $bits" >"$save/$split.txt.part"
   if [ "$split" = valid ]; then # what is of the checkpoint before, perhaps
     rm -f "$save/test.txt"
-    drop_older {dynamic_evaluation,cache_pointer}.txt {rank,predictions,similarity}.json
+    drop_older {dynamic_evaluation,cache_pointer}.txt "${analyses[@]}"
   fi
-  mv "$save/$split.txt.part" "$save/$split.txt"
-  cat "$save/$split.txt"
+  show "$split.txt"
 }
 
 adapt() { # adapt DATASET FLAG...: the test text by --dynamic and --cache with the papers' settings for DATASET
   local script dataset=$1
   shift
   for script in ${dynamic:+dynamic_evaluation} ${cache:+cache_pointer}; do
-    python "$root/scripts/$script.py" "$data" --path "$save/checkpoint_best.pt" --dataset "$dataset" --subset test "$@" |
+    python "$root/scripts/$script.py" "$data" --dataset "$dataset" "$@" --path "$save/checkpoint_best.pt" --subset test |
       tee "$save/$script.txt.part" || { rm -f "$save/$script.txt.part"; exit 1; }
     mv "$save/$script.txt.part" "$save/$script.txt"
   done
@@ -224,7 +230,8 @@ evaluate_language_model() {
   [ -f "$save/checkpoint_best.pt" ] || die "$save holds no checkpoint_best.pt"
   [ -f "$data/dict.txt" ] || die "--data $data holds no binarized data; run prepare.sh first"
   case " ${extra[*]-}" in
-    *" --gen-subset"* | *" --subset"*) die "another text is not allowed: valid.txt is of valid, all other files are of test" ;;
+    *" --gen"* | *" --sub"*) die "another text is not allowed: valid.txt is of valid, all other files are of test" ;;
+    *" --path"*) die "another model is not allowed: the figures are of $save/checkpoint_best.pt" ;;
   esac
   if [ -n "$dynamic$cache" ]; then
     adapt "$dataset" "${extra[@]+"${extra[@]}"}"

@@ -67,16 +67,11 @@ def extract(output, languages, sources, strict):
     with whole_files(*(f"{output}.{language}" for language in languages)) as files:
         for side in (0, 1):
             for archive, *names in sources:
-                count = 0
-                progress = tqdm(desc=names[side], unit=" lines", unit_scale=True, disable=None)
-                for line in member_lines(archive, names[side]):
+                count, lines = 0, member_lines(archive, names[side])
+                for count, line in enumerate(tqdm(lines, names[side], unit=" lines", unit_scale=True, disable=None), 1):
                     if strict and "\ufffd" in line:
-                        raise ValueError(f"{names[side]} of {archive}, line {count + 1} is not UTF-8 text")
+                        raise ValueError(f"{names[side]} of {archive}, line {count} is not UTF-8 text")
                     files[side].write(line.encode("utf-8") + b"\n")
-                    count += 1
-                    if count % 10_000 == 0:
-                        progress.update(10_000)
-                progress.close()
                 if not count:
                     raise ValueError(f"{names[side]} of {archive} is empty")
                 counts[side].append(count)

@@ -13,27 +13,23 @@ evaluate_options data-bin/switchboard "$@"
 no_more "${extra[@]+"${extra[@]}"}"
 [ -f "$save/checkpoint_best.pt" ] || die "$save holds no checkpoint_best.pt"
 [ -f "$data/text/test.response" ] || die "--data $data holds no text/test.response; run prepare.sh first"
-flags=(--user-dir "$root/mixtape_plugin" --path "$save/checkpoint_best.pt" --task translation --log-format simple ${cpu:+--cpu})
 
 for split in valid test; do
-  log=$save/validate.$split.log file=$save/$split-perplexity.txt
-  fairseq-validate "$data" "${flags[@]}" --valid-subset "$split" --batch-size 64 >"$log" 2>&1 || die "fairseq-validate failed: $(tail -n 1 "$log")"
-  grep -o 'nll_loss [^ ]* | ppl [^ ]*' "$log" | tail -n 1 | sed "s/^/$split /" >"$file.part" || die "fairseq-validate gave no perplexity; see $log"
+  validation checkpoint_best.pt $split "validate.$split.log" --batch-size 64 ${cpu:+--cpu}
   if [ $split = valid ]; then # what is of the checkpoint before, perhaps
     rm -f "$save"/{test-perplexity.txt,replies.txt,score.txt,score.json}
-    drop_older {rank,predictions,similarity}.json
+    drop_older "${analyses[@]}"
   fi
-  mv "$file.part" "$file"
-  cat "$file"
+  show "$split-perplexity.txt"
 done
 
 log=$save/generate.log
-fairseq-generate "$data" "${flags[@]}" --gen-subset test --batch-size 64 --beam 10 --nbest 5 --max-len-a 0 --max-len-b 30 \
-  --lenpen 0 >"$log" 2>&1 || die "fairseq-generate failed: $(tail -n 1 "$log")"
+fairseq-generate "$data" --user-dir "$root/mixtape_plugin" --path "$save/checkpoint_best.pt" --task translation --gen-subset test \
+  --batch-size 64 --beam 10 --nbest 5 --max-len-a 0 --max-len-b 30 --lenpen 0 --log-format simple ${cpu:+--cpu} >"$log" 2>&1 ||
+  die "fairseq-generate failed: $(tail -n 1 "$log")"
 
 references=$data/text/test.references # several for each context, where prepare.sh had them
 [ -f "$references" ] || references=$data/text/test.response
 python "$root/scripts/score_dialog.py" --generated "$log" --references "$references" --replies "$save/replies.txt" \
   --json "$save/score.json" >"$save/score.txt.part"
-mv "$save/score.txt.part" "$save/score.txt"
-cat "$save/score.txt"
+show score.txt

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mixtape_plugin.analysis.rank import log_prob_rank, singular_values
+from mixtape_plugin.analysis.rank import press_rank, singular_values
 from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, build_output_layer
 from mixtape_plugin.output_layers.monotone_softmax import MonotoneSoftmax
 
@@ -122,7 +122,7 @@ def fit(
     optimizer = torch.optim.Adam(model.parameters(), lr=LR)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=steps)
     true_probs = true_log_probs.exp()
-    entropy = -(true_probs * true_log_probs).where(true_probs > 0, true_probs.new_zeros(())).sum(-1).mean().item()
+    entropy = torch.special.entr(true_probs).sum(-1).mean().item()
     true_probs = true_probs.float()
 
     start, curve = time.perf_counter(), []
@@ -139,14 +139,15 @@ def fit(
 
     with torch.no_grad():
         log_probs = model().double()
+        sigma = singular_values(log_probs)
         map_ = model.layer.curve().value(MAP_SCORES) if isinstance(model.layer, MonotoneSoftmax) else None
     return Fit(
         kl=kl_divergence(true_log_probs, log_probs),
-        rank=log_prob_rank(log_probs),
+        rank=press_rank(sigma, *log_probs.shape),
         accuracy=(log_probs.argmax(-1) == true_log_probs.argmax(-1)).double().mean().item(),
         parameters=model.num_layer_parameters(),
         seconds=seconds,
-        sigma=singular_values(log_probs),
+        sigma=sigma,
         curve=curve,
         map_=map_,
     )

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mixtape_plugin.analysis.results import table
 from mixtape_plugin.analysis.trained_model import Text
 from mixtape_plugin.evaluation.language_model import Score
+from mixtape_plugin.tables import table
 
 COLUMNS = ("rank", "tokens", "training", "perplexity", "nats", "difference", "interval")
 SPECIAL, ALL = "special", "all"  # classes: </s> and <unk>; every token
@@ -28,9 +28,10 @@ def edges(vocab_size: int) -> list[int]:
 def classes(text: Text) -> tuple[list[str], Tensor]:
     """Names of the classes of tokens, and the class of each token of the dictionary, [V].
 
-    A token's rank is its place in the dictionary's counts, from 1; of equals the lower id. They are those of the
-    training text, of both its languages where these share a dictionary. Special symbols, of which a text has </s> and
-    <unk>, are a class of their own.
+    A token's rank is its place in the dictionary's counts, from 1; of equals the lower id. They are those of the text
+    that the dictionary was made of: the training text, of both its languages where these share a dictionary, or, of
+    Penn Treebank, WikiText-2 and text8, all three texts. Special symbols, of which a text has </s> and <unk>, are a
+    class of their own.
     """
     dictionary = text.dictionary
     counts = torch.tensor(dictionary.count[dictionary.nspecial :])

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mixtape_plugin.analysis.frequency import members
-from mixtape_plugin.analysis.results import table
 from mixtape_plugin.analysis.trained_model import Text, TrainedModel
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.output_layers.base import MixtureLayer
+from mixtape_plugin.tables import table
 
 MEASURES = {
     "components": "exp(entropy) of the target's priors",

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Sequence
 
-from mixtape_plugin.analysis.results import NOT_RUN, digits, table, value_of
-from mixtape_plugin.analysis.statistics import difference_text, is_ratio
+from mixtape_plugin.analysis.results import NOT_RUN, digits, value_of
+from mixtape_plugin.analysis.statistics import difference_text, interval_of, is_ratio
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.files import read_csv
+from mixtape_plugin.tables import table
 
 FIRST = ("trainings", "groups")
 BLANK = {"": NOT_RUN, "–": "–"}  # cells without a group -> what the table has there
@@ -100,9 +101,9 @@ def read_groups(path: str | Path, score: str) -> dict:
 
 
 def difference(group: dict, origin: dict, score: str, source: str) -> Difference:
-    middle, low, high = (group.get(f"{score}, {end}") for end in ("difference", "lowest", "highest"))
+    middle, low, high = interval_of(group, score)
     numbers = group[f"{score} n"], origin[f"{score} n"]
-    if origin.get(f"{score}, difference") is not None or (middle is None and max(numbers) > 1):
+    if interval_of(origin, score)[0] is not None or (middle is None and max(numbers) > 1):
         raise UserError(
             f"{source} does not compare {score} of {group['group']!r} with {origin['group']!r}: "
             f"write it with --baseline {origin['group']!r}"

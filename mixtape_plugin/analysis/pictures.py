@@ -41,7 +41,7 @@ def draw_singular_values(path: str | Path, sigma: dict, thresholds: dict) -> Non
     first.set_title("the largest 500")
     share.legend()
     decay.legend()
-    save(plt, figure, path)
+    save(figure, path)
 
 
 def draw_hits(path: str | Path, hits: dict, groups: dict, k: int) -> None:
@@ -70,7 +70,7 @@ def draw_hits(path: str | Path, hits: dict, groups: dict, k: int) -> None:
         if begin < columns:
             axes.axvline(begin - 0.5, color="k", linewidth=1)
     figure.suptitle(f"positions (line:word) whose word is among the {k} likeliest, and how many", fontsize=10)
-    save(plt, figure, path)
+    save(figure, path)
 
 
 def draw_similarity(path: str | Path, results: dict) -> None:
@@ -100,7 +100,7 @@ def draw_similarity(path: str | Path, results: dict) -> None:
     axes.set(ylabel="Spearman's ρ", title="word similarity, with 95% bootstrap intervals (pairs in the dictionary)")
     axes.grid(alpha=0.3, axis="y")
     axes.legend()
-    save(plt, figure, path)
+    save(figure, path)
 
 
 def draw_frequency(path: str | Path, rows: list) -> None:
@@ -122,7 +122,7 @@ def draw_frequency(path: str | Path, rows: list) -> None:
             at = np.arange(len(ranks)) + (number - len(models) / 2) * 0.5 / len(models)
             gap, interval = ([row[key] for row in mine] for key in ("difference", "interval"))
             right.errorbar(at, gap, interval, fmt="o", markersize=4, capsize=2, color=line.get_color(), label=model)
-    left.set(yscale="log", ylabel="perplexity of these targets", title="by rank of the target in the training text")
+    left.set(yscale="log", ylabel="perplexity of these targets", title="by rank of the target in the dictionary")
     if panels == 2:
         right.axhline(0, color="k", linewidth=0.8)
         right.set(ylabel="nats a token of the text", title=f"part of the loss, from {models[0]}'s (negative: better)")
@@ -131,7 +131,7 @@ def draw_frequency(path: str | Path, rows: list) -> None:
         panel.tick_params(axis="x", rotation=30)
         panel.grid(alpha=0.3, axis="y")
     left.legend()
-    save(plt, figure, path)
+    save(figure, path)
 
 
 def draw_mixing(path: str | Path, rows: list, measures: dict) -> None:
@@ -153,5 +153,5 @@ def draw_mixing(path: str | Path, rows: list, measures: dict) -> None:
         panel.tick_params(axis="x", rotation=30)
         panel.grid(alpha=0.3, axis="y")
     axes[0, 0].legend()
-    figure.suptitle("by rank of the target in the training text", fontsize=10)
-    save(plt, figure, path)
+    figure.suptitle("by rank of the target in the dictionary", fontsize=10)
+    save(figure, path)

@@ -16,10 +16,10 @@ from typing import Callable, Iterator
 import torch
 from torch import Tensor
 
-from mixtape_plugin.analysis.results import table
 from mixtape_plugin.analysis.trained_model import Text, TrainedModel
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.evaluation.language_model import Score
+from mixtape_plugin.tables import table
 
 WORDS_AROUND = 100  # of a position, on either side; sentences are shorter
 # Line:word, both from 1, in the test text of the Penn Treebank, and the word there where the paper names it.

@@ -11,7 +11,7 @@ from typing import Mapping, Sequence
 
 from mixtape_plugin.analysis.overview import Comparison, Difference
 from mixtape_plugin.analysis.selection import has
-from mixtape_plugin.analysis.statistics import Correlation, Group, is_ratio, numbers
+from mixtape_plugin.analysis.statistics import Correlation, Group, compared_in, interval_of, is_ratio, numbers
 from mixtape_plugin.drawing import pyplot, save
 from mixtape_plugin.errors import UserError
 
@@ -75,7 +75,7 @@ def draw_curves(path: str | Path, found: Sequence[Group], speeds: Mapping[tuple,
     else:  # it would cover the ends of the curves
         figure.set_size_inches(figure.get_figwidth() + 3, figure.get_figheight())
         figure.legend(loc="outside right upper", handles=first.get_legend_handles_labels()[0])
-    save(plt, figure, path)
+    save(figure, path)
 
 
 def network_of(row: dict) -> tuple:
@@ -149,7 +149,7 @@ def draw_lines(path: str | Path, rows: Sequence[dict], columns: Sequence[str], y
         axes.grid(alpha=0.3)
         axes.legend()
     panels[0][0].set(ylabel=y)
-    save(plt, figure, path)
+    save(figure, path)
 
 
 def draw_differences(path: str | Path, lines: Sequence[dict], baseline: str, columns: Sequence[str] | None) -> None:
@@ -159,14 +159,12 @@ def draw_differences(path: str | Path, lines: Sequence[dict], baseline: str, col
         lines: those of :func:`~mixtape_plugin.analysis.statistics.compare`.
         columns: the scores to draw; None draws all that are compared.
     """
-    ending = ", difference"
-    found = dict.fromkeys(key for line in lines for key in line if key.endswith(ending) and line[key] is not None)
-    scores = [key[: -len(ending)] for key in found]
+    scores = compared_in(dict.fromkeys(name for line in lines for name in line if line[name] is not None))
     scores = [score for score in columns or scores if score in scores]
     if not scores:
         raise UserError(f"--differences {path} has nothing to draw: no score has differences, which want several seeds")
     plt = pyplot()
-    shown = [line for line in lines if any(line.get(f"{score}{ending}") is not None for score in scores)]
+    shown = [line for line in lines if any(interval_of(line, score)[0] is not None for score in scores)]
     names = [textwrap.fill(f"{line['group']} ({line['n']})", 40, break_on_hyphens=False) for line in shown]
     places = range(len(shown))
     across = min(3, len(scores))
@@ -177,7 +175,7 @@ def draw_differences(path: str | Path, lines: Sequence[dict], baseline: str, col
         axes.remove()
     for axes, score in zip(panels.flat, scores):
         for place, line in zip(places, shown):
-            middle, low, high = (line.get(f"{score}, {end}") for end in ("difference", "lowest", "highest"))
+            middle, low, high = interval_of(line, score)
             if middle is not None:
                 axes.errorbar(middle, place, xerr=[[middle - low], [high - middle]], fmt="o", capsize=3, color="C0")
         axes.axvline(0, color="k", linewidth=1)
@@ -185,7 +183,7 @@ def draw_differences(path: str | Path, lines: Sequence[dict], baseline: str, col
         axes.grid(alpha=0.3, axis="x")
     panels[0][0].set_ylim(len(shown) - 0.5, -0.5)  # as the table has them
     figure.suptitle(textwrap.fill(f"difference from {baseline}", 20 * (1 + across), break_on_hyphens=False))
-    save(plt, figure, path)
+    save(figure, path)
 
 
 def draw_overview(path: str | Path, found: Sequence[Comparison], score: str) -> None:
@@ -223,7 +221,7 @@ def draw_overview(path: str | Path, found: Sequence[Comparison], score: str) -> 
     figure.set_size_inches(8.5, 0.9 + len(found) * max(0.12 * (1 + len(layers)), 0.25 * (1 + most)))
     handles = {layer: handles[layer] for layer in layers if layer in handles}
     figure.legend(handles.values(), handles, loc="outside right upper")
-    save(plt, figure, path)
+    save(figure, path)
 
 
 def draw_correlation(path: str | Path, found: Correlation, x: str, y: str) -> None:
@@ -236,4 +234,4 @@ def draw_correlation(path: str | Path, found: Correlation, x: str, y: str) -> No
     axes.set(xlabel=x, ylabel=y, title=f"Pearson r = {found.r:.2f}, p = {found.p:.2g}, n = {len(found.rows)}")
     axes.grid(alpha=0.3)
     axes.legend()
-    save(plt, figure, path)
+    save(figure, path)

@@ -13,6 +13,7 @@ from typing import Iterable, Iterator, Sequence
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.files import read_csv
 from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayer
+from mixtape_plugin.tables import table
 
 NOT_RUN, UNREADABLE, UNKNOWN = "not run", "unreadable", "unknown"
 NUMBER = r"([-+]?\d[\d.]*(?:e[-+]?\d+)?|inf|nan)"
@@ -26,6 +27,7 @@ CURVE = "validation by updates"
 SHOWN = {"wall s": "wall time"}  # columns that a table calls by another name
 RUN = ("tokens/s", "s an epoch", "wall s", "precision", "hardware", "commit")
 # What scripts/analyze.py and evaluate.sh --tune-lenpen leave in a training's folder; under "columns" what are columns.
+# $analyses in examples/lib/evaluation.sh are those of the former.
 ANALYSES = ("rank.json", "predictions.json", "similarity.json", "lenpen.json")
 
 # File of a training's folder -> what it holds under which name; the last that evaluate.sh wrote counts.
@@ -167,7 +169,7 @@ def from_log(text: str) -> dict:
 
     row["updates"] = max(map(int, values("num_updates", "train_inner", "train", "valid")), default=None)
     row["epochs"] = max(map(int, values("epoch", "train")), default=None)  # those that were trained whole
-    row["valid ppl"] = min(values("ppl", "valid"), default=None)
+    row["valid ppl"] = min(values("ppl", "valid"), key=lambda ppl: (math.isnan(ppl), ppl), default=None)
     row["curve"] = validation_curve(records)
     row["train ppl"] = train_perplexity(records, ":" in (last(r"[( ]data='([^']*)'", text) or ""))
     speeds = values("wps", "train_inner") or values("wps", "train")
@@ -358,28 +360,27 @@ def digits(column: str) -> int:
     return {"tokens/s": 0, "s an epoch": 0, "KLD": 3, "similarity": 3}.get(column, 2)
 
 
-def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table of strings."""
-    rows = [header, ["---"] * len(header), *lines]
-    return "".join("| " + " | ".join(value.replace("|", "\\|") for value in row) + " |\n" for row in rows)
-
-
 def markdown(rows: Sequence[dict], columns: Sequence[str] | None = None) -> str:
     """A table with a line for each training, and the signatures of its scores; all columns unless some are given."""
     columns = columns or columns_of(rows)
     names = [SHOWN.get(column, column) for column in columns]
-    several = len({row["folder"] for row in rows}) > 1
     text = table(names, ([cell(column, row.get(column)) for column in columns] for row in rows))
+    return text + signatures(rows, columns)
+
+
+def signatures(rows: Sequence[dict], columns: Sequence[str]) -> str:
+    """A list of the signatures of the scores in these columns; where one has several, with the folders of each."""
+    several = len({row["folder"] for row in rows}) > 1
     notes = {}  # columns, by what is said of them
     for column in columns:
-        signatures = {}
+        of_signature = {}
         for row in rows:
             if f"{column} signature" in row:
-                signatures.setdefault(row[f"{column} signature"], []).append(row["folder"])
-        for signature, folders in signatures.items():
-            where = f" ({', '.join(folders)})" if several and len(signatures) > 1 else ""
+                of_signature.setdefault(row[f"{column} signature"], []).append(row["folder"])
+        for signature, folders in of_signature.items():
+            where = f" ({', '.join(folders)})" if several and len(of_signature) > 1 else ""
             notes.setdefault(f"{where}: `{signature}`\n", []).append(column)
-    return text + "\n" * bool(notes) + "".join(f"- {', '.join(names)}{said}" for said, names in notes.items())
+    return "\n" * bool(notes) + "".join(f"- {', '.join(names)}{said}" for said, names in notes.items())
 
 
 def csv_columns(rows: Sequence[dict]) -> list:

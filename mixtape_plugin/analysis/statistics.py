@@ -7,14 +7,27 @@ import re
 import shlex
 import statistics
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Iterable, Sequence
 
 from scipy import stats
 
-from mixtape_plugin.analysis.results import BITS, NOT_RUN, TRANSLATION, UNKNOWN, columns_of, digits, table, words_of
+from mixtape_plugin.analysis.results import (
+    BITS,
+    LANGUAGE_MODEL,
+    NOT_RUN,
+    TRANSLATION,
+    UNKNOWN,
+    columns_of,
+    digits,
+    signatures,
+    words_of,
+)
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.tables import table
 
-TESTED = ("valid ppl", "test ppl", *BITS[1:], *(f"valid {name}" for name in TRANSLATION), *TRANSLATION)
+PERPLEXITIES = ("valid ppl", "test ppl", *LANGUAGE_MODEL)
+# What is compared, beside all scores that have a signature
+TESTED = (*PERPLEXITIES, *BITS[1:], *(f"valid {name}" for name in TRANSLATION), *TRANSLATION)
 P_VALUES = ("p Student", "p Welch")
 NOT_MEASURED = ("training", "layer", "seed", "updates", "ended", "wall s", "commit")
 BESIDE_THE_COMMAND = {"parameters": " parameters", "precision": ""}  # what tells groups apart, and its unit
@@ -216,7 +229,7 @@ class Scatter:
 
 def is_ratio(column: str) -> bool:
     """Whether the column's differences are told in percent."""
-    return column.endswith("ppl")
+    return column.endswith("ppl") or column in PERPLEXITIES
 
 
 def scores_of(group: Group, column: str) -> list:
@@ -253,6 +266,19 @@ def differences(found: Sequence[Group], baseline: Group, column: str) -> dict:
     return apart
 
 
+ENDS = ("difference", "lowest", "highest")  # a score's columns "…, difference" and so on, which compare() fills in
+
+
+def interval_of(line: dict, column: str) -> tuple:
+    """The difference from the baseline and the ends of its interval; None each where a line has none."""
+    return tuple(line.get(f"{column}, {end}") for end in ENDS)
+
+
+def compared_in(names: Iterable[str]) -> list:
+    """The scores whose differences are among these columns."""
+    return [name[: -len(f", {ENDS[0]}")] for name in names if name.endswith(f", {ENDS[0]}")]
+
+
 def difference_text(column: str, middle: float, low: float | None, high: float | None) -> str:
     """A difference of this column, and its interval where it has one, whose end of -0.0 says that 0 is outside."""
     decimals, unit = (1, "%") if is_ratio(column) else (digits(column), "")
@@ -261,8 +287,8 @@ def difference_text(column: str, middle: float, low: float | None, high: float |
     return texts[0] + unit + (f" [{texts[1]}, {texts[2]}]" if low is not None else "")
 
 
-def compare(found: Sequence[Group], baseline: Group | None = None, means: Sequence[str] = ()) -> tuple:
-    """A line for each group, as a dictionary, and the number of tests that were made.
+def compare(found: Sequence[Group], baseline: Group | None = None, means: Sequence[str] = ()) -> list[dict]:
+    """A line for each group, as a dictionary.
 
     Columns: ``group``, ``n``, ``command``; mean and, with " sd" and " n" after the name, standard deviation and number
     of what is measured; and of each score its :func:`differences` from the baseline, "…, difference", "…, lowest" and
@@ -270,7 +296,9 @@ def compare(found: Sequence[Group], baseline: Group | None = None, means: Sequen
     """
     columns = [name for name in columns_of([row for group in found for row in group.rows]) if name not in NOT_MEASURED]
     columns += means
-    lines, tests, tested = [], 0, {*TESTED, *means}
+    rows = [row for group in found for row in group.rows]
+    signed = (name for name in columns if any(f"{name} signature" in row for row in rows))
+    lines, tested = [], {*TESTED, *means, *signed}
     apart = {column: differences(found, baseline, column) for column in columns if baseline and column in tested}
     for group in found:
         line = {"group": group.name, "n": len(group.rows), "command": group.command}
@@ -281,18 +309,15 @@ def compare(found: Sequence[Group], baseline: Group | None = None, means: Sequen
             if baseline is None or group is baseline or column not in tested:
                 continue
             ends = apart[column].get(group.name, (None, None, None))
-            line.update(zip((f"{column}, {end}" for end in ("difference", "lowest", "highest")), ends))
-            student, welch = p_values(sample, baseline.sample(column))
-            line[f"p Student, {column}"], line[f"p Welch, {column}"] = student, welch
-            tests += student is not None
+            line.update(zip((f"{column}, {end}" for end in ENDS), ends))
+            line.update(zip((f"{test}, {column}" for test in P_VALUES), p_values(sample, baseline.sample(column))))
         lines.append(line)
-    return lines, tests
+    return lines
 
 
 def groups_markdown(
     found: Sequence[Group],
     lines: Sequence[dict],
-    tests: int,
     baseline: Group | None = None,
     columns: Sequence[str] | None = None,
 ) -> str:
@@ -308,10 +333,7 @@ def groups_markdown(
         more = [f"{name}, difference" for name in columns]
         more += [f"{test}, {name}" for name in columns for test in P_VALUES if test in columns]
         shown = [name for name in dict.fromkeys(("group", "n", *columns, *more)) if name in shown]
-        tests = sum(
-            any(line.get(f"{test}, {name}") is not None for test in P_VALUES) for line in lines for name in columns
-        )
-    compared = [name[: -len(", difference")] for name in shown if name.endswith(", difference")]
+    compared = compared_in(shown)
 
     def value(line, name):
         number = line.get(name)
@@ -322,8 +344,8 @@ def groups_markdown(
         if name.startswith("p "):
             return f"{number:.3g}"
         if name.endswith(", difference"):
-            column = name[: -len(", difference")]
-            return difference_text(column, number, *(line[f"{column}, {end}"] for end in ("lowest", "highest")))
+            (column,) = compared_in([name])
+            return difference_text(column, *interval_of(line, column))
         deviation = line.get(f"{name} sd")
         if not deviation and (isinstance(number, int) or not digits(name)):  # parameters, what is counted, speeds
             return f"{number:,.0f}"
@@ -340,13 +362,15 @@ def groups_markdown(
             f"difference: from {baseline.name}, with 95% intervals that hold together (Bonferroni), "
             f"the scatter of seeds pooled over all groups. {chance_of_seeds(found, compared)}\n"
         )
-    if any(name.startswith("p ") for name in shown):
+    of_p = {name.split(", ", 1)[1] for name in shown if name.startswith("p ")}
+    if of_p:
+        tests = sum(line.get(f"{P_VALUES[0]}, {name}") is not None for line in lines for name in of_p)
         text += (
             f"p: unpaired two-sided t-test against {baseline.name}, equal variances (Student) and not (Welch); "
             f"{tests} comparison{'' if tests == 1 else 's'}, not corrected for their number: "
             "where nothing differs one in twenty has p < .05.\n"
         )
-    return text
+    return text + signatures([row for group in found for row in group.rows], shown)
 
 
 def chance_of_seeds(found: Sequence[Group], columns: Sequence[str]) -> str:

@@ -15,9 +15,9 @@ from fairseq.data import Dictionary
 from scipy.stats import rankdata
 from torch import Tensor
 
-from mixtape_plugin.analysis.results import table
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.files import read_lines
+from mixtape_plugin.tables import table
 
 # In the order of the paper's supplement; other files of a folder follow.
 SETS = (
@@ -52,7 +52,7 @@ def read_pairs(path: str | Path) -> list:
     for number, line in enumerate(read_lines(path), 1):
         try:
             if line.strip():
-                first, second, score = line.lstrip("\ufeff").lower().split()
+                first, second, score = line.lower().split()
                 pairs.append((first, second, float(score)))
                 if not math.isfinite(pairs[-1][2]):
                     raise ValueError

@@ -8,15 +8,16 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from pathlib import Path
 from typing import Callable, Iterable, Sequence
 
 import torch
 
+from mixtape_plugin import files
 from mixtape_plugin.benchmarks.measuring import ROOT, Budget, available_memory
-from mixtape_plugin.drawing import PICTURES
-from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import write_csv, writing
+from mixtape_plugin.drawing import check_picture
+from mixtape_plugin.errors import UserError, check_least
+from mixtape_plugin.files import DEVICES, check_outputs, write_csv
+from mixtape_plugin.tables import table
 
 
 def add_common_options(
@@ -53,10 +54,7 @@ def check_common_options(args: argparse.Namespace, **least) -> None:
         least: the smallest values of the script's own options.
     """
     args.threads = torch.get_num_threads() if args.threads is None else args.threads
-    for name, smallest in {"rounds": 1, "threads": 1, "memory_limit": 0, "largest_batch": 1, **least}.items():
-        value = getattr(args, name)
-        if value is not None and not value >= smallest:
-            raise UserError(f"--{name.replace('_', '-')} {value} is not allowed: at least {smallest}")
+    check_least(args, **{"rounds": 1, "threads": 1, "memory_limit": 0, "largest_batch": 1, **least})
     if args.label_smoothing is not None and not 0 <= args.label_smoothing < 1:
         raise UserError(f"--label-smoothing {args.label_smoothing} is not allowed: from 0 to less than 1")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -64,11 +62,15 @@ def check_common_options(args: argparse.Namespace, **least) -> None:
     free = available_memory(args.device) / 1e9
     if args.memory_budget is not None and not 0 < args.memory_budget <= free:
         raise UserError(f"--memory-budget {args.memory_budget} is not allowed: more than 0 and at most {free:.3g}")
-    for option, path in (("--out", args.out), ("--plot", args.plot)):
-        if path and not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
-            raise UserError(f"{option} {path} cannot be written: its folder is missing or read-only")
-    if args.plot and Path(args.plot).suffix.lower() not in PICTURES:
-        raise UserError(f"--plot {args.plot} is not allowed: a name that ends in .png, .pdf or .svg")
+    outputs = {"--out": args.out, "--plot": args.plot}
+    check_outputs(outputs)
+    for option, path in outputs.items():
+        if path and not os.path.abspath(path).startswith(DEVICES):
+            if os.path.isdir(path) or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
+                raise UserError(
+                    f"{option} {path} cannot be written: it is a folder, or its own is missing or read-only"
+                )
+    check_picture("--plot", args.plot)
 
 
 def settings_of_memory(args: argparse.Namespace) -> tuple:
@@ -141,9 +143,8 @@ def at_least(row: dict, column: str) -> str:
 
 def markdown_table(facts: dict, names: Sequence[str], text_columns: int, rows: Iterable[Sequence[str]]) -> str:
     """The facts of a run and a table of its rows, which are lists of cells: after some columns of text, numbers."""
-    lines = [names, ["---"] * text_columns + ["--:"] * (len(names) - text_columns), *rows]
     above = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items())
-    return "\n".join([above, "", *(f"| {' | '.join(line)} |" for line in lines)])
+    return f"{above}\n\n{table(names, rows, text_columns)}"
 
 
 def write_outputs(
@@ -155,11 +156,7 @@ def write_outputs(
 ) -> None:
     """Writes --out, a line for each row with the facts of the run, and --plot; raises UserError where one cannot be
     written."""
-    outputs = (
+    files.write_outputs(
         ("--out", args.out, lambda path: write_csv(path, [*columns, *facts], ({**row, **facts} for row in rows))),
         ("--plot", args.plot, lambda path: draw(path, rows, facts)),
     )
-    for option, path, write in outputs:
-        if path:
-            with writing(option, path):
-                write(path)

@@ -278,6 +278,7 @@ def benchmark_networks(
         tick(2 * rounds + 3 if row["skipped"] else 1)
 
     times = take_turns(steps, rounds, tick)
+    baseline = rows[variants.index(BASELINE)] if (BASELINE, "network") in times else None
     for variant, row in zip(variants, rows):
         if row["skipped"]:
             continue
@@ -286,7 +287,6 @@ def benchmark_networks(
         row["tokens_per_second"] = 1000 * row["batch_size"] * shape.segment_length / row["ms_median"]
         row["ms_per_instance"] = row["ms_median"] / row["batch_size"]
         row["output_share"] = row["output_ms_median"] / row["ms_median"]
-        baseline = rows[variants.index(BASELINE)] if (BASELINE, "network") in times else None
         if baseline:
             row["time_ratio"] = row["ms_per_instance"] / baseline["ms_per_instance"]
             batches = row["batch_size"] / baseline["batch_size"]

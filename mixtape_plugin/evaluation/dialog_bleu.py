@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from statistics import fmean
 from typing import List, NamedTuple, Sequence
 
 MAX_ORDER = 4  # of the figures; the smoothing of the last order looks at 5-grams
@@ -75,8 +76,8 @@ def context_bleu(hypotheses: Sequence[Words], references: Sequence[Words]) -> Sc
     precision, recall = [], []
     for n in range(MAX_ORDER):
         scores = [[bleu[n] for bleu in row] for row in table]
-        precision.append(mean([max(row) for row in scores]))
-        recall.append(mean([max(column) for column in zip(*scores)]))
+        precision.append(fmean(map(max, scores)))
+        recall.append(fmean(map(max, zip(*scores))))
     return Score(precision, recall)
 
 
@@ -89,8 +90,4 @@ def corpus_bleu(hypotheses: Sequence[Sequence[Words]], references: Sequence[Sequ
     if len(hypotheses) != len(references) or not references:
         raise ValueError(f"there are hypotheses of {len(hypotheses)} contexts and references of {len(references)}")
     scores = [context_bleu(*context) for context in zip(hypotheses, references)]
-    return Score(*([mean(column) for column in zip(*rows)] for rows in zip(*scores)))
-
-
-def mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    return Score(*(list(map(fmean, zip(*rows))) for rows in zip(*scores)))

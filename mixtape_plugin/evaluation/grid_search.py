@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mixtape_plugin import drawing
 from mixtape_plugin.files import write_csv
+from mixtape_plugin.tables import aligned
 
 
 def best(rows: list[dict]) -> dict:
@@ -24,8 +25,7 @@ def table(rows: list[dict]) -> str:
         values = [f"{value:,}" if isinstance(value, int) else f"{value:g}" for value in row.values()]
         values[list(row).index("perplexity")] = f"{row['perplexity']:.3f}"
         cells.append(["*" if row is winner else "", *values])
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in cells)
+    return aligned(cells)
 
 
 def save(rows: list[dict], folder: Path, x: str, y: str, title: str) -> None:
@@ -48,4 +48,4 @@ def draw(rows: list[dict], path: Path, x: str, y: str, title: str) -> None:
     axes.set_xticks(range(len(xs)), [f"{value:g}" for value in xs])
     axes.set_yticks(range(len(ys)), [f"{value:g}" for value in ys])
     figure.colorbar(image, label="perplexity")
-    drawing.save(plt, figure, path)
+    drawing.save(figure, path)

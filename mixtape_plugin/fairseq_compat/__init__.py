@@ -52,10 +52,24 @@ from mixtape_plugin.fairseq_compat.warning_filters import silence_known_deprecat
 
 
 def apply() -> None:
-    """Make every repair that the installed fairseq needs; calling it again changes nothing."""
+    """Make every repair that the installed fairseq needs; calling it again changes nothing.
+
+    Raises:
+        ImportError: it failed before, and some functions of fairseq are replaced already.
+    """
+    if getattr(apply, "failed", None):
+        raise ImportError("this fairseq could not be repaired: mend it and start Python anew") from apply.failed
     if getattr(apply, "done", False):
         return
     apply.done = True
+    try:
+        repair()
+    except Exception as error:
+        apply.failed = error
+        raise
+
+
+def repair() -> None:
     silence_known_deprecations()
     provide_removed_numpy_names()
     keep_last_batch()

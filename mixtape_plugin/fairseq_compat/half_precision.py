@@ -67,7 +67,7 @@ def keep_float32_weights_in_checkpoints() -> None:
 
     def saver(state_dict):
         def state_dict_with_weights(self):
-            copies = [weight.detach().clone() for weight in weights(self)]
+            copies = [weight.detach() for weight in weights(self)]
             return {**state_dict(self), "float32_weights": copies}
 
         return state_dict_with_weights

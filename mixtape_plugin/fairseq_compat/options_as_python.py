@@ -41,6 +41,8 @@ def evaluate_value(text: str) -> object:
     Raises:
         UserError: anything else.
     """
+    if not isinstance(text, str):
+        raise TypeError("eval() arg 1 must be a string")  # as the built-in has it, which fairseq's eval_bool catches
     try:
         return value_of(ast.parse(text.strip(), mode="eval").body)
     except (ValueError, SyntaxError, TypeError, ArithmeticError, RecursionError, MemoryError):  # the last two: too deep

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+from argparse import Namespace
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -381,6 +382,13 @@ def test_mistakes(args, sentence, trained_language_models, tmp_path, monkeypatch
         analyze.main(args.replace("DATA", data).replace("DIR", str(folder)).split())
     assert str(error.value).replace(str(folder), "DIR") == sentence
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_name_that_two_folders_have_chooses_neither():
+    args = Namespace(names={Path("one/same"): "one/same", Path("two/same"): "two/same"})
+    assert analyze.find_name(args, "two/same/") == "two/same"
+    with pytest.raises(UserError, match="^--search same is none of the folders: one/same, two/same$"):
+        analyze.find_name(args, "same")
 
 
 def test_a_model_without_our_output_layer_is_refused(trained_language_models, monkeypatch):

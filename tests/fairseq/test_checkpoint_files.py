@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fairseq import checkpoint_utils
+from fairseq import checkpoint_utils, utils
 from fairseq.file_io import PathManager
 from fairseq.models import BaseFairseqModel
 from omegaconf import OmegaConf
@@ -55,6 +55,7 @@ def test_what_options_are_evaluated():
     assert evaluate_value("2*1e-4, 1/1000") == (2e-4, 1e-3)
     assert evaluate_value("{'data': 'a b'}") == {"data": "a b"}
     assert evaluate_value(" -(1 + 2) ") == -3
+    assert [utils.eval_bool(value) for value in (True, None, "True")] == [False, False, True], "as in stock fairseq"
     too_much = [
         "[0]*99999999999999",
         "9999999999*[0]",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -88,6 +89,18 @@ def test_apply_twice_changes_nothing():
         checkpoint_utils.load_checkpoint_to_cpu,
         options.parse_args_and_arch,
     ]
+
+
+def test_what_failed_once_is_not_taken_for_done(monkeypatch):
+    error = ImportError("no Cython here")
+    for name, value in {"done": False, "failed": None}.items():
+        monkeypatch.setattr(fairseq_compat.apply, name, value, raising=False)
+    monkeypatch.setattr(fairseq_compat, "silence_known_deprecations", mock.Mock(side_effect=error))
+    with pytest.raises(ImportError, match="no Cython here"):
+        fairseq_compat.apply()
+    with pytest.raises(ImportError, match="could not be repaired") as again:
+        fairseq_compat.apply()
+    assert again.value.__cause__ is error
 
 
 # ------------------------------------------------------------------------------------------------- batching

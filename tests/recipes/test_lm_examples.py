@@ -329,8 +329,9 @@ def test_flags_of_evaluation(example, flags, tmp_path):
     )
     calls = (tmp_path / "called").read_text().splitlines()
     assert all(call.startswith(f"{data} --user-dir {USER_DIR} --task bptt_language_modeling ") for call in calls)
-    assert all(call.endswith(f" {flags} --cpu") for call in calls)
-    assert "--gen-subset valid --batch-size 10 " in calls[0] and "--gen-subset test --batch-size 1 " in calls[1]
+    assert all(f" {flags} --cpu --path {tmp_path}/checkpoint_best.pt --gen-subset " in call for call in calls)
+    assert " --batch-size 10 " in calls[0] and " --batch-size 1 " in calls[1]
+    assert [call.rpartition(" ")[2] for call in calls] == ["valid", "test"], "last, which counts"
 
     broken = stub(tmp_path / "broken", fairseq_eval_lm="echo no memory; exit 1")
     message = mistake(example, "evaluate.sh", tmp_path, "--data", tmp_path, MIXTAPE_VENV=broken)
@@ -343,8 +344,9 @@ def test_flags_of_evaluation(example, flags, tmp_path):
     mistake(example, "evaluate.sh", tmp_path, "--data", tmp_path, MIXTAPE_VENV=broken)
     assert not (tmp_path / "test.txt").exists(), "a score of the checkpoint before"
     assert not (tmp_path / "cache_pointer.txt").exists() and (tmp_path / "dynamic_evaluation.txt").exists()
-    message = mistake(example, "evaluate.sh", tmp_path, "--data", tmp_path, "--gen-subset", "valid", MIXTAPE_VENV=venv)
-    assert message.startswith("evaluate.sh: another text is not allowed: ")
+    for option, other in (("--gen-subset", "text"), ("--sub", "text"), ("--path", "model")):
+        message = mistake(example, "evaluate.sh", tmp_path, "--data", tmp_path, option, "valid", MIXTAPE_VENV=venv)
+        assert message.startswith(f"evaluate.sh: another {other} is not allowed: ")
 
 
 @pytest.mark.parametrize("script", ["prepare.sh", "train.sh", "evaluate.sh"])

@@ -433,6 +433,15 @@ def test_mistakes_get_one_sentence(options, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_outputs_are_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    check_refusal(script.parse, ["--out", "folder"])
+    with pytest.raises(UserError, match="^--plot same.png is not allowed, as --out names it"):
+        script.parse(["--sweep", "--out", "same.png", "--plot", "same.png"])
+    assert script.parse(["--out", "/dev/stdout"]).out == "/dev/stdout"
+
+
 def test_softmax_is_always_there_and_layers_may_name_their_components():
     assert script.parse(["--layers", "mixtape", "moc"]).layers == ["softmax", "moc", "mixtape"]
     assert script.parse(["--layers", "mixtape", "mos-15", "mos-3"]).layers == ["softmax", "mos-15", "mos-3", "mixtape"]

@@ -133,7 +133,7 @@ def test_gpu_agrees_with_cpu():
 
 def test_the_heat_map_has_the_best_of_the_other_hyper_parameters(monkeypatch, tmp_path):
     drawn = []
-    texts = lambda plt, figure, path: drawn.extend(text.get_text() for text in figure.axes[0].texts)  # noqa: E731
+    texts = lambda figure, path: drawn.extend(text.get_text() for text in figure.axes[0].texts)  # noqa: E731
     monkeypatch.setattr(drawing, "save", texts)
     values = [(5, 0.1, 9.0), (5, 0.2, 6.0), (7, 0.1, 8.0), (7, 0.2, 7.0)]
     rows = [{"window": w, "theta": 1.0, "weight": share, "perplexity": p} for w, share, p in values]

@@ -1,6 +1,7 @@
 """What a training's folder tells: analysis.results on logs and scores made here, whole, resumed, cut off, damaged."""
 
 import json
+import math
 
 import pytest
 from training_logs import DONE, TIME, epoch, start, write_folder
@@ -122,6 +123,14 @@ def test_infinite_and_tiny_numbers_and_half_a_line():
     inner, valid, _, _, second, _ = [values for _, values in log_records(lines)]
     assert valid["ppl"] == float("inf") and second["ppl"] != second["ppl"]
     assert (inner["lr"], inner["clip"], inner["epoch"]) == (5e-5, 0, 1)
+
+
+@pytest.mark.parametrize("order", [("nan", "300.5", "310.0"), ("300.5", "310.0", "nan")])
+def test_the_best_validation_is_a_number_where_one_is(folder, order):
+    log = start() + "".join(epoch(number, 100 * number, ppl) for number, ppl in enumerate(order, 1)) + DONE
+    assert collect(folder("some", train_log=log))[0]["valid ppl"] == 300.5
+    diverged = start() + epoch(1, 100, "nan") + DONE
+    assert math.isnan(collect(folder("none", train_log=diverged))[0]["valid ppl"]), "it was run"
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_comparisons_of_all_columns_shown_are_counted():
             for seed, ppl in enumerate(of_seeds)
         ]
     )
-    text = groups_markdown(found, *compare(found, found[0]), found[0], ["test ppl", "valid ppl", "p Student"])
+    text = groups_markdown(found, compare(found, found[0]), found[0], ["test ppl", "valid ppl", "p Student"])
     assert "; 4 comparisons," in text
 
 
@@ -220,8 +220,7 @@ def test_compare():
     for r in rows:
         r["analyses"] = {"rank": r["rank"]}
     found = groups(rows)
-    (softmax, mos, moc), tests = compare(found, found[0])
-    assert tests == 1
+    lines = softmax, mos, moc = compare(found, found[0])
     assert (mos["n"], mos["test ppl"], mos["rank"]) == (2, pytest.approx(54.95), 400.5)
     assert mos["test ppl sd"] == pytest.approx(np.std(values["mos"], ddof=1))
     assert mos["p Student, test ppl"] == pytest.approx(stats.ttest_ind(values["mos"], values["softmax"]).pvalue)
@@ -229,11 +228,37 @@ def test_compare():
     assert mos["p Welch, test ppl"] == pytest.approx(welch)
     assert moc["test ppl sd"] is None and moc["p Student, test ppl"] is None and moc["valid ppl"] is None
     assert "p Student, test ppl" not in softmax and "p Student, rank" not in mos
-    lines, tests = compare(found, found[0])
-    text = groups_markdown(found, lines, tests, found[0], ["test ppl", "p Welch"])
+    text = groups_markdown(found, lines, found[0], ["test ppl", "p Welch"])
     assert "; 1 comparison," in text and "| p Welch, test ppl |" in text and "| p Student" not in text
     for columns in (["test ppl"], ["rank", "p Welch"]):
-        assert "t-test" not in groups_markdown(found, lines, tests, found[0], columns)  # none is shown
+        assert "t-test" not in groups_markdown(found, lines, found[0], columns)  # none is shown
+
+
+@pytest.mark.parametrize("column", ["BLEU-1 precision", "BLEU lower-cased tokens"])
+def test_whatever_has_a_signature_is_compared(column):
+    found = trainings_of(column, softmax=[0.20, 0.22], mos=[0.25, 0.26])
+    assert f"{column}, difference" not in compare(found, found[0])[1], "not known as a score"
+    for group in found:
+        for r in group.rows:
+            r.update({f"{column} signature": "one", "BLEU 13a": 30.0})
+    mos = compare(found, found[0])[1]
+    assert mos[f"{column}, difference"] == pytest.approx(0.045)
+    text = groups_markdown(found, compare(found, found[0]), found[0], [column])
+    assert text.endswith(f"\n- {column}: `one`\n")
+
+
+def test_scores_of_several_signatures_are_told_with_their_folders():
+    found = trainings_of("BLEU 13a", softmax=[38.0, 39.0])
+    for number, r in enumerate(found[0].rows):
+        r.update({"BLEU 13a signature": f"version:{number}", "folder": f"checkpoints/{number}"})
+    text = groups_markdown(found, compare(found), columns=["BLEU 13a"])
+    assert text.endswith("\n- BLEU 13a (checkpoints/0): `version:0`\n- BLEU 13a (checkpoints/1): `version:1`\n")
+
+
+@pytest.mark.parametrize("column", ["cache pointer", "dynamic evaluation", "test ppl"])
+def test_perplexities_differ_in_percent(column):
+    found = trainings_of(column, softmax=[100.0, 102.0], mos=[90.0, 91.8])
+    assert compare(found, found[0])[1][f"{column}, difference"] == pytest.approx(-10)
 
 
 def trainings_of(column, **layers):
@@ -249,8 +274,8 @@ def trainings_of(column, **layers):
 def test_whole_numbers():
     """What is counted has no decimals; a perplexity of 81.00 keeps them."""
     found = groups([row("train.sh a", 1, "a", "a", **{"parameters": 1234, "test ppl": 81.0})])
-    lines, tests = compare(found)
-    (line,), _ = table_of(groups_markdown(found, lines, tests))
+    lines = compare(found)
+    (line,), _ = table_of(groups_markdown(found, lines))
     assert (line["parameters"], line["test ppl"]) == ("1,234", "81.00")
 
 
