@@ -8,7 +8,7 @@ import sys
 import traceback
 from dataclasses import fields
 from numbers import Integral, Real
-from typing import get_args
+from typing import Sequence, get_args
 
 FULL_TRACEBACK = "MIXTAPE_TRACEBACK"
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
@@ -83,7 +83,7 @@ def check_types(options: object, config: type) -> None:
 
 def is_finite(value: object) -> bool:
     """Whether an option's value holds neither nan nor what is inf in float32; what is no number does not."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, Sequence) and not isinstance(value, str):  # omegaconf's lists are no list
         return all(map(is_finite, value))
     return not isinstance(value, Real) or bool(abs(value) <= LARGEST_FLOAT32)  # false for nan
 

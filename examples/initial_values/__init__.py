@@ -18,8 +18,8 @@ sys.path.append(str(Path(__file__).parents[2]))  # where the plugin is not insta
 import mixtape_plugin
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.output_layers import OUTPUT_LAYERS
-from mixtape_plugin.output_layers.base import MixtureLayer
 from mixtape_plugin.output_layers.mixtape import Mixtape
+from mixtape_plugin.output_layers.mixture import MixtureLayer
 from mixtape_plugin.output_layers.mixture_of_contexts import MixtureOfContexts
 
 mixtape_plugin.register()

@@ -14,7 +14,7 @@ from torch import Tensor
 from mixtape_plugin.analysis.frequency import members
 from mixtape_plugin.analysis.trained_model import Text, TrainedModel
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.output_layers.base import MixtureLayer
+from mixtape_plugin.output_layers.mixture import MixtureLayer
 from mixtape_plugin.tables import table
 
 MEASURES = {

@@ -36,6 +36,8 @@ class AWDLSTMCrossEntropy(OutputLayerCrossEntropy):
             :class:`OutputLayerCrossEntropy` raises.
     """
 
+    reportable = ("accuracy", "bpc")
+
     def __init__(
         self,
         task: FairseqTask,

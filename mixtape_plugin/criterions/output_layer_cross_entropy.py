@@ -61,6 +61,9 @@ class OutputLayerCrossEntropy(FairseqCriterion):
             this plugin.
     """
 
+    #: Numbers that an option --report-… logs.
+    reportable = ("accuracy",)
+
     def __init__(
         self,
         task: FairseqTask,
@@ -93,20 +96,19 @@ class OutputLayerCrossEntropy(FairseqCriterion):
                 "layer for the loss: leave it out, or use --ddp-backend legacy_ddp, which needs no such flag"
             )
         metric = cfg.checkpoint.best_checkpoint_metric
-        if metric == "bpc" and not hasattr(self, "report_bpc"):
+        if metric == "bpc" and metric not in self.reportable:
             raise UserError(
                 f"--best-checkpoint-metric bpc does not go with --criterion {cfg.criterion._name}, which reports none: "
                 "use ppl, or awd_lstm_cross_entropy with --report-bpc"
             )
-        if metric in ("accuracy", "bpc") and not getattr(self, f"report_{metric}"):
+        if metric in self.reportable and not getattr(self, f"report_{metric}"):
             raise UserError(f"--best-checkpoint-metric {metric} needs --report-{metric}: add it")
         # fairseq finds out after the first epoch, and saves nothing; other tasks may report what they like
         reduce_metrics = type(self.task).reduce_metrics
         translates = reduce_metrics is TranslationTask.reduce_metrics
         if translates and metric == "bleu" and not self.task.cfg.eval_bleu:
             raise UserError("--best-checkpoint-metric bleu needs --eval-bleu: add it")
-        known = ["loss", "nll_loss", "ppl", "accuracy"]
-        known += [name for name, there in (("bpc", hasattr(self, "report_bpc")), ("bleu", translates)) if there]
+        known = ["loss", "nll_loss", "ppl", *self.reportable] + ["bleu"] * translates
         if metric not in known and (translates or reduce_metrics is FairseqTask.reduce_metrics):
             raise UserError(f"--best-checkpoint-metric {metric} is none of {', '.join(known)}")
 

@@ -115,21 +115,20 @@ class BpttDataset(FairseqDataset):
                 f"the {stream.split} text has {len(targets)} tokens, too few for {total_columns} columns: "
                 "lower the batch size or take more text"
             )
-        inputs = torch.cat([targets.new_tensor([stream.eos]), targets[:-1]])
         steps, longer = divmod(len(targets), total_columns)
         if training and longer:
             logger.info(
                 f"{stream.split}: {longer} of {len(targets):,} tokens do not fill a step of {total_columns} columns "
                 "and are left out"
             )
-            targets, inputs, longer = targets[:-longer], inputs[:-longer], 0
+            longer = 0
         self.steps = steps + (longer > 0)
         first, last = total_columns * shard_id // num_shards, total_columns * (shard_id + 1) // num_shards
         begins = [column * steps + min(column, longer) for column in range(first, last + 1)]
-        self.inputs, self.targets = (
-            torch.stack([self._column(tokens, *ends) for ends in zip(begins, begins[1:])])
-            for tokens in (inputs, targets)
-        )
+        tokens = torch.cat([targets.new_tensor([stream.eos]), targets])
+        self.tokens = tokens.new_full((last - first, self.steps + 1), stream.pad)  # each column, and what is before it
+        for column, begin, end in zip(self.tokens, begins, begins[1:]):
+            column[: end - begin + 1] = tokens[begin : end + 1]
         if isinstance(lengths, int):
             lengths = [lengths] * -(-self.steps // lengths)
         if not sum(lengths[:-1]) < self.steps <= sum(lengths):
@@ -138,17 +137,12 @@ class BpttDataset(FairseqDataset):
         self.base_length = base_length or lengths[0]
         self.begins = [0, *accumulate(lengths)]
 
-    def _column(self, tokens: Tensor, begin: int, end: int) -> Tensor:
-        column = tokens.new_full((self.steps,), self.pad)
-        column[: end - begin] = tokens[begin:end]
-        return column
-
     def __len__(self):
         return len(self.lengths)
 
     def __getitem__(self, index):
-        time = slice(self.begins[index], self.begins[index + 1])
-        inputs, targets = self.inputs[:, time].long(), self.targets[:, time].long()
+        window = self.tokens[:, self.begins[index] : self.begins[index + 1] + 1]
+        inputs, targets = window[:, :-1].long(), window[:, 1:].long()
         return {
             "id": torch.arange(len(inputs)),
             "nsentences": len(inputs),
@@ -168,9 +162,3 @@ class BpttDataset(FairseqDataset):
     def collater(self, samples: list[dict]) -> dict:
         """A segment is a batch already."""
         return samples[0]
-
-    def num_tokens(self, index: int) -> int:
-        return self.inputs.size(0) * self.lengths[index]
-
-    def size(self, index: int) -> int:
-        return self.lengths[index]

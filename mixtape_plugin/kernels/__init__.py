@@ -5,6 +5,7 @@ and multiplied into the gradients of features and weights at once: nothing of th
 chunk, and nothing is computed twice.
 
 :class:`~mixtape_plugin.kernels.common.FusedLoss` goes through the chunks; ``softmax.py``, ``mixture_of_softmaxes.py``
-and ``mixtape.py`` fill in what happens to one. What is done to scores elementwise is in ``torch_ops.py``, the same for
-an NVIDIA GPU in ``triton_ops.py``, and ``dispatch.py`` chooses between them.
+and ``mixtape.py`` fill in what happens to one, with the maps of ``curves.py`` and the gates of ``sigmoid_tree.py``.
+What is done to scores elementwise is in ``torch_ops.py``, the same for an NVIDIA GPU in ``triton_ops.py``, and
+``dispatch.py`` chooses between them; ``precision.py`` says in which types.
 """

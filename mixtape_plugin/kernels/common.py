@@ -17,7 +17,7 @@ from mixtape_plugin.kernels.precision import at_least_float32, gradient_scale, s
 # Scores of a chunk. On a CPU, glibc keeps blocks of up to 32 MiB for the next step; larger ones are given back to the
 # system, and clearing their pages anew takes longer than using them. On a GPU a chunk costs some dozens of launches,
 # which take longer than what they start unless that is large; without Triton some operations copy a chunk, or more.
-CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
+CHUNK_BYTES = {"torch": 2**25, "triton": 2**29}
 # A matrix product of fewer rows no longer runs at full speed, whatever memory it saves.
 MIN_ROWS = 256
 
@@ -45,7 +45,7 @@ def chunks(
     num_tokens: int, scores_per_token: int, dtype: torch.dtype, device: torch.device, rows_per_token: int = 1
 ) -> list:
     """Slices of equal size, but for the last, whose scores fit into :data:`CHUNK_BYTES`, or have :data:`MIN_ROWS`."""
-    budget = CHUNK_BYTES["cuda" if uses_triton(device) else "cpu"]
+    budget = CHUNK_BYTES["triton" if uses_triton(device) else "torch"]
     size = max(budget // (scores_per_token * score_bytes(dtype)), -(-MIN_ROWS // rows_per_token), 1)
     number = max(-(-num_tokens // size), 1)
     size = max(-(-num_tokens // number), 1)
@@ -156,6 +156,15 @@ class FusedLoss:
     @property
     def loss(self) -> Tensor:
         return self.smoothing.loss(self.nll, self.spread) if self.smoothing.epsilon > 0 else self.nll
+
+    def softmax_minus_label_(self, scores: Tensor, target: Tensor) -> None:
+        """scores [n, V], to which the bias is added, become the gradient of target_weight · nll + ε·V·logsumexp, which
+        nll and spread get, too. What is left of the spread is −Σ_x z_x."""
+        smoothing = self.smoothing
+        nll, log_sum_exp = self.ops.softmax_minus_label_(scores, self.bias, target, smoothing.target_weight, self.scale)
+        self.nll += nll.sum()
+        if smoothing.epsilon > 0:
+            self.spread += smoothing.vocab_size * log_sum_exp.sum()
 
     def add_product(
         self, name: str, left: Tensor, right: Tensor, rows: slice = slice(None), constant: Tensor | None = None

@@ -158,12 +158,8 @@ class MixtapeLoss(FusedLoss):
             if self.mask is not None:
                 scores.masked_fill_(self.mask, 0.0)
             self.spread -= scores.sum(dtype=self.wide) + len(scores) * self.bias_sum
-        nll, log_sum_exp = self.ops.softmax_minus_label_(
-            scores, self.bias, target, self.smoothing.target_weight, self.scale
-        )
-        self.nll += nll.sum()
+        self.softmax_minus_label_(scores, target)
         if epsilon > 0:
-            self.spread += self.smoothing.vocab_size * log_sum_exp.sum()
             scores -= self.scale * epsilon
             if self.mask is not None:
                 scores.masked_fill_(self.mask, 0.0)

@@ -66,10 +66,9 @@ class MixtureOfSoftmaxesLoss(FusedLoss):
     def begin(self, contexts: Tensor, prior: Tensor, weight: Tensor, bias: Tensor) -> list:
         self.contexts, self.matrix, self.bias = contexts, weight.to(self.dtype), bias.to(self.wide)
         self.log_prior = F.log_softmax(prior, dim=1, dtype=self.wide)
-        self.num_components, size = contexts.size(1), len(weight)
-        rows = self.num_components  # of scores a token
-        slices = chunks(len(self.target), rows * size, self.dtype, weight.device, rows)
-        self.buffer = self.ops.empty_rows(longest(slices) * rows, size, self.dtype, weight.device)
+        self.num_components = k = contexts.size(1)
+        slices = chunks(len(self.target), k * len(weight), self.dtype, weight.device, k)
+        self.buffer = self.ops.empty_rows(longest(slices) * k, len(weight), self.dtype, weight.device)
         return slices
 
     def add_chunk(self, rows: slice) -> None:

@@ -79,14 +79,7 @@ class SoftmaxLoss(FusedLoss):
         self.add_product("weight", scores.t(), context)
         self.add_rows("bias", scores)
 
-    def differentiate(self, scores: Tensor, target: Tensor) -> None:
-        """scores [n, V] become the gradient of the loss, but for label smoothing's; adds up nll and spread."""
-        nll, log_sum_exp = self.ops.softmax_minus_label_(
-            scores, self.bias, target, self.smoothing.target_weight, self.scale
-        )
-        self.nll += nll.sum()
-        if self.smoothing.epsilon > 0:
-            self.spread += self.smoothing.vocab_size * log_sum_exp.sum()
+    differentiate = FusedLoss.softmax_minus_label_
 
     def finish(self) -> None:
         """The part of label smoothing that is linear in the scores: spread = V·logsumexp(z) − Σ_x z_x."""
@@ -127,6 +120,7 @@ class CurveSoftmaxLoss(SoftmaxLoss):
         """Nothing: it is a part of :meth:`differentiate`."""
 
     def finish(self) -> None:
-        for name in self.curve.inputs:
-            if self.grad[name] is not None:
-                self.grad[name] += self.curve.gradients()[name]
+        needed = [name for name in self.curve.inputs if self.grad[name] is not None]
+        gradients = self.curve.gradients() if needed else {}
+        for name in needed:
+            self.grad[name] += gradients[name]

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mixtape_plugin.kernels import torch_ops
 from mixtape_plugin.kernels.curves import Curve, GeneralizedSigSoftmax, PiecewiseLinear
+from mixtape_plugin.kernels.precision import at_least_float32
 from mixtape_plugin.kernels.sigmoid_tree import nodes_bottom_up, rightmost_leaves
 
 MAX_ROW_BLOCK = 8192  # columns of a row that a softmax takes in one step
@@ -118,7 +119,7 @@ def softmax_minus_label_(
     """logits [n, V] become scale · (softmax(logits + bias) − target_weight · onehot(target)), rounded once. Returns nll
     and log Σ exp(logits + bias), [n] each."""
     n, size = logits.shape
-    acc = accumulator(logits)
+    acc = at_least_float32(logits.dtype)
     nll, log_sum_exp = logits.new_empty(2, n, dtype=acc)
     warps = warps_of(size, 4 if size <= 2048 else 8 if size <= 32768 else 16)
     launch(
@@ -269,7 +270,7 @@ def curve_softmax_minus_label_(
     torch's operations.
     """
     n, size = logits.shape
-    acc = accumulator(logits)
+    acc = at_least_float32(logits.dtype)
     offsets = slopes = sums = ends = None
     if isinstance(curve, GeneralizedSigSoftmax):
         first, second, pieces = curve.c, curve.k, 0
@@ -420,7 +421,7 @@ def mos_smoothing_(
     − target_weight · r_k · [x = target]). Returns nll and spread, [n] each, and r and ρ, [n, K] each, where r is 0 if
     p(target) is."""
     n, num_components, size = logits.shape
-    acc = accumulator(logits)
+    acc = at_least_float32(logits.dtype)
     nll, spread = logits.new_empty(2, n, dtype=acc)
     posterior, rho = logits.new_empty(2, n, num_components, dtype=acc)
     rows = triton.next_power_of_2(num_components)
@@ -472,7 +473,6 @@ def mix_kernel(
     out,
     stride_leaf: tl.int64,
     stride_gate: tl.int64,
-    blocks,
     seed,
     stride_leaf_row: tl.constexpr,
     stride_gate_row: tl.constexpr,
@@ -485,6 +485,7 @@ def mix_kernel(
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    blocks: tl.constexpr = (size + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -517,7 +518,6 @@ def mix_backward_kernel(
     grad,
     stride_leaf: tl.int64,
     stride_gate: tl.int64,
-    blocks,
     stride_leaf_row: tl.constexpr,
     stride_gate_row: tl.constexpr,
     stride_root_row: tl.constexpr,
@@ -528,6 +528,7 @@ def mix_backward_kernel(
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    blocks: tl.constexpr = (size + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -577,16 +578,14 @@ def launch_on_tree(kernel: triton.KernelInterface, leaves: Tensor, gates: Tensor
     component_of_leaf, slot_of_difference = tree_slots(num_components)
     # as many columns as keep the values and gates of all nodes in registers
     block = min(triton.next_power_of_2(size), MAX_MIX_BLOCK, 4096 // triton.next_power_of_2(num_components))
-    blocks = triton.cdiv(size, block)
     launch(
         kernel,
-        n * blocks,
+        n * triton.cdiv(size, block),
         leaves,
         gates,
         root,
         leaves.stride(0),
         gates.stride(0),
-        blocks,
         **arguments,
         stride_leaf_row=leaves.stride(1),
         stride_gate_row=gates.stride(1),
@@ -595,7 +594,7 @@ def launch_on_tree(kernel: triton.KernelInterface, leaves: Tensor, gates: Tensor
         K=num_components,
         LEAVES=component_of_leaf,
         SLOTS=slot_of_difference,
-        ACC=TL_DTYPES[accumulator(leaves)],
+        ACC=TL_DTYPES[at_least_float32(leaves.dtype)],
         BLOCK=block,
         num_warps=4,
     )
@@ -604,10 +603,6 @@ def launch_on_tree(kernel: triton.KernelInterface, leaves: Tensor, gates: Tensor
 # ---------------------------------------------------------------------------------------------- launching
 
 TL_DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
-
-
-def accumulator(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def is_row_contiguous(tensor: Tensor) -> bool:

@@ -21,13 +21,13 @@ from fairseq.tasks import FairseqTask
 from torch import Tensor, nn
 
 from mixtape_plugin.errors import UserError, check_values
-from mixtape_plugin.models.options import add_options, complete_options
+from mixtape_plugin.models.options import add_options, complete_options, output_layer_for
 from mixtape_plugin.models.recurrent_decoder import RecurrentDecoder
 from mixtape_plugin.modules.embedding_dropout import embed_with_dropout
 from mixtape_plugin.modules.locked_dropout import locked_dropout
 from mixtape_plugin.modules.retained_dropout import RetainsDropout
 from mixtape_plugin.modules.weight_drop import WeightDropLSTM
-from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer, check_dictionary
+from mixtape_plugin.output_layers import OutputLayerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -116,15 +116,15 @@ class AWDLSTMDecoder(RetainsDropout, RecurrentDecoder):
             WeightDropLSTM(input_size, hidden_size, args.weight_dropout)
             for input_size, hidden_size in zip([args.embed_dim] + hidden_sizes, hidden_sizes)
         )
-        self.output_projection = build_output_layer(
-            OutputLayerConfig.from_args(args),
-            feature_dim=hidden_sizes[-1],
-            vocab_size=len(dictionary),
+        self.output_projection = output_layer_for(
+            args,
+            dictionary,
+            hidden_sizes[-1],
             tied_weight=None if args.untie_embeddings else self.embed_tokens.weight,
             masked_tokens=masked_tokens,
         )
         # fairseq's moving averages leave a "version" alone; int64, so that it is also the average of its copies.
-        digest = bytes.fromhex(vocabulary_digest(dictionary, masked_tokens))
+        digest = bytes.fromhex(vocabulary_digest(dictionary, self.output_projection.masked_tokens))
         self.register_buffer("vocabulary_version", torch.tensor(list(digest)))
         nn.init.uniform_(self.embed_tokens.weight, -0.1, 0.1)
         nn.init.uniform_(self.output_projection.weight, -0.1, 0.1)
@@ -217,7 +217,6 @@ class AWDLSTMLanguageModel(FairseqLanguageModel):
                 f"--output-dictionary-size {len(task.target_dictionary)} does not go with --arch awd_lstm_lm, which "
                 f"predicts all {len(task.source_dictionary)} types that it reads: leave it out"
             )
-        check_dictionary(OutputLayerConfig.from_args(args), task.target_dictionary)
         return cls(AWDLSTMDecoder(args, task.target_dictionary, getattr(task, "masked_tokens", ())))
 
 

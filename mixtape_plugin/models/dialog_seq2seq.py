@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from mixtape_plugin.errors import UserError, check_values
-from mixtape_plugin.models.options import add_options, complete_options
+from mixtape_plugin.models.options import add_options, complete_options, output_layer_for
 from mixtape_plugin.models.recurrent_decoder import RecurrentDecoder
-from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer, check_dictionary
+from mixtape_plugin.output_layers import OutputLayerConfig
 
 # Before each utterance of a source line: it is by the speaker of the response, or by the other one.
 ME, OTHER = "<me>", "<other>"
@@ -145,9 +145,7 @@ class DialogDecoder(RecurrentDecoder):
         self.num_states = 2 if args.cell == "lstm" else 1
         self.first_state = nn.Linear(args.context_hidden_size, self.num_states * args.decoder_hidden_size)
         self.rnn = CELLS[args.cell](args.embed_dim, args.decoder_hidden_size, batch_first=True)
-        self.output_projection = build_output_layer(
-            OutputLayerConfig.from_args(args), feature_dim=args.decoder_hidden_size, vocab_size=len(dictionary)
-        )
+        self.output_projection = output_layer_for(args, dictionary, args.decoder_hidden_size)
 
     def extract_features(
         self,
@@ -200,7 +198,6 @@ class DialogSeq2SeqModel(FairseqEncoderDecoderModel):
                 f"{len(task.source_dictionary)} and {len(dictionary)} types differ: use fairseq-preprocess "
                 "--joined-dictionary"
             )
-        check_dictionary(OutputLayerConfig.from_args(args), dictionary)
         embed_tokens = nn.Embedding(len(dictionary), args.embed_dim)
         encoder, decoder = DialogEncoder(args, dictionary, embed_tokens), DialogDecoder(args, dictionary, embed_tokens)
         network = [encoder, decoder.first_state, decoder.rnn]

@@ -1,15 +1,23 @@
 """What fairseq needs of the plain dataclasses that hold this plugin's options."""
 
 from argparse import ArgumentParser, Namespace
-from dataclasses import Field, field, fields, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from typing import Union
 
+from fairseq.data import Dictionary
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mixtape_plugin.errors import check_types
-from mixtape_plugin.output_layers import OUTPUT_IMPLS, OUTPUT_LAYERS
+from mixtape_plugin.output_layers import (
+    OUTPUT_IMPLS,
+    OUTPUT_LAYERS,
+    OutputLayer,
+    OutputLayerConfig,
+    build_output_layer,
+    check_dictionary,
+)
 
 
 def add_options(parser: ArgumentParser, *configs: type) -> None:
@@ -17,15 +25,15 @@ def add_options(parser: ArgumentParser, *configs: type) -> None:
     choices = {"output_layer": OUTPUT_LAYERS, "output_impl": OUTPUT_IMPLS}
     for config in configs:
         options = [
-            (f.name, ChoiceEnum(list(choices[f.name])) if f.name in choices else f.type, copy_of(f))
+            (
+                f.name,
+                ChoiceEnum(list(choices[f.name])) if f.name in choices else f.type,
+                field(default=f.default, metadata=f.metadata),  # make_dataclass would change the config's own
+            )
             for f in fields(config)
         ]
         options = make_dataclass(config.__name__, options, bases=(FairseqDataclass,))
         gen_parser_from_dataclass(parser, options(), delete_default=True, with_prefix="")
-
-
-def copy_of(f: Field) -> Field:
-    return field(default=f.default, metadata=f.metadata)
 
 
 def complete_options(args: Union[Namespace, DictConfig], *configs: type) -> Namespace:
@@ -49,6 +57,13 @@ def complete_options(args: Union[Namespace, DictConfig], *configs: type) -> Name
         check_types(args, config)
         keep_in(given, **{name: getattr(args, name) for name in vars(config())})
     return args
+
+
+def output_layer_for(args: Namespace, dictionary: Dictionary, feature_dim: int, **shared: object) -> OutputLayer:
+    """The output layer that a model's options ask for, over a dictionary; ``shared`` as in build_output_layer."""
+    config = OutputLayerConfig.from_args(args)
+    check_dictionary(config, dictionary)
+    return build_output_layer(config, feature_dim, len(dictionary), **shared)
 
 
 def keep_in(given: Union[Namespace, DictConfig], **options: object) -> None:

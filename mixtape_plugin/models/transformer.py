@@ -23,9 +23,9 @@ from omegaconf import DictConfig
 from torch import nn
 
 from mixtape_plugin.errors import UserError, check_type, check_values
-from mixtape_plugin.models.options import add_options, complete_options
+from mixtape_plugin.models.options import add_options, complete_options, output_layer_for
 from mixtape_plugin.modules.relative_attention import RelativeMultiheadAttention
-from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer, check_dictionary, output_layer_class
+from mixtape_plugin.output_layers import OutputLayerConfig, output_layer_class
 
 RATES = (
     *("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop", "decoder_layerdrop"),
@@ -83,7 +83,7 @@ class MixtapeTransformerModel(TransformerModel):
 
     @classmethod
     def build_model(cls, args: Namespace, task: FairseqTask) -> "MixtapeTransformerModel":
-        return super().build_model(prepare_options(args, task.target_dictionary), task)
+        return super().build_model(prepare_options(args), task)
 
     @classmethod
     def build_encoder(cls, args: Namespace, src_dict: Dictionary, embed_tokens: nn.Embedding) -> Encoder:
@@ -92,28 +92,25 @@ class MixtapeTransformerModel(TransformerModel):
 
     @classmethod
     def build_decoder(cls, args: Namespace, tgt_dict: Dictionary, embed_tokens: nn.Embedding) -> Decoder:
-        output_layer = build_output_layer(
-            OutputLayerConfig.from_args(args),
-            feature_dim=args.decoder.output_dim,
-            vocab_size=len(tgt_dict),
-            tied_weight=embed_tokens.weight if args.share_decoder_input_output_embed else None,
-        )
-        decoder = Decoder(
-            TransformerConfig.from_namespace(args),
-            tgt_dict,
-            embed_tokens,
-            no_encoder_attn=args.no_cross_attention,
-            output_projection=output_layer,
-        )
-        return named_as_fairseqs(decoder, "TransformerDecoder")
+        return decoder_with_layer(args, tgt_dict, embed_tokens, args.decoder.output_dim, args.no_cross_attention)
 
 
-def prepare_options(args: Union[Namespace, DictConfig], target_dictionary: Dictionary) -> Namespace:
+def decoder_with_layer(
+    args: Namespace, dictionary: Dictionary, embed_tokens: nn.Embedding, feature_dim: int, no_encoder_attn: bool
+) -> Decoder:
+    """fairseq's decoder with the output layer that the options ask for, tied to the embedding where they say so."""
+    tied_weight = embed_tokens.weight if args.share_decoder_input_output_embed else None
+    layer = output_layer_for(args, dictionary, feature_dim, tied_weight=tied_weight)
+    config = TransformerConfig.from_namespace(args)
+    decoder = Decoder(config, dictionary, embed_tokens, no_encoder_attn=no_encoder_attn, output_projection=layer)
+    return named_as_fairseqs(decoder, "TransformerDecoder")
+
+
+def prepare_options(args: Union[Namespace, DictConfig]) -> Namespace:
     """The options of a model, whole and checked; a Namespace even of an omegaconf tree, out of which
     TransformerConfig.from_namespace would lose ours."""
     args = complete_options(args, OutputLayerConfig, RelativePositionConfig)
     check_options(args)
-    check_dictionary(OutputLayerConfig.from_args(args), target_dictionary)
     if not torch.cuda.is_available():
         # On a CPU torch's flash attention takes seven times as long to differentiate in bfloat16 as in float32. The
         # switch is the whole process's: the next model in float32 puts it back.
@@ -202,8 +199,7 @@ def wmt_big(args: Namespace) -> None:
     """What the Mixtape paper's two translation models share (section 4.2, tensor2tensor's conventions)."""
     # K: 4 for Mixtape (section 3.2), 9 for the MoS it is compared with (Kong et al. 2018).
     args.output_layer = getattr(args, "output_layer", "mixtape")
-    layer_class = output_layer_class(args.output_layer)
-    usual_components = layer_class.usual_components or (9 if layer_class.has_components else 4)
+    usual_components = output_layer_class(args.output_layer).usual_components or 9
     args.num_components = getattr(args, "num_components", usual_components)
     args.encoder_attention_heads = getattr(args, "encoder_attention_heads", 16)
     args.decoder_attention_heads = getattr(args, "decoder_attention_heads", 16)

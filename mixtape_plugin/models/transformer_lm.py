@@ -4,7 +4,6 @@ from argparse import ArgumentParser, Namespace
 
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model, register_model_architecture
-from fairseq.models.transformer import TransformerConfig
 from fairseq.models.transformer_lm import (
     TransformerLanguageModel,
     TransformerLanguageModelConfig,
@@ -14,8 +13,8 @@ from fairseq.tasks import FairseqTask
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.models.options import add_options, keep_in
-from mixtape_plugin.models.transformer import Decoder, RelativePositionConfig, named_as_fairseqs, prepare_options
-from mixtape_plugin.output_layers import OutputLayerConfig, build_output_layer
+from mixtape_plugin.models.transformer import RelativePositionConfig, decoder_with_layer, prepare_options
+from mixtape_plugin.output_layers import OutputLayerConfig
 
 
 @register_model("mixtape_transformer_lm")
@@ -34,7 +33,7 @@ class MixtapeTransformerLanguageModel(TransformerLanguageModel):
 
     @classmethod
     def build_model(cls, args: Namespace, task: FairseqTask) -> "MixtapeTransformerLanguageModel":
-        given, args = args, prepare_options(args, task.target_dictionary)
+        given, args = args, prepare_options(args)
         for name in ("adaptive_input", "character_embeddings", "tie_adaptive_weights", "tie_adaptive_proj"):
             if getattr(args, name):
                 raise UserError(
@@ -55,20 +54,7 @@ class MixtapeTransformerLanguageModel(TransformerLanguageModel):
             args.max_target_positions = positions
             keep_in(given, max_target_positions=positions)
         embed_tokens = cls.build_embedding(args, task.source_dictionary, args.decoder_input_dim)
-        output_layer = build_output_layer(
-            OutputLayerConfig.from_args(args),
-            feature_dim=args.decoder_output_dim,
-            vocab_size=len(task.target_dictionary),
-            tied_weight=embed_tokens.weight if args.share_decoder_input_output_embed else None,
-        )
-        decoder = Decoder(
-            TransformerConfig.from_namespace(args),
-            task.target_dictionary,
-            embed_tokens,
-            no_encoder_attn=True,
-            output_projection=output_layer,
-        )
-        return cls(named_as_fairseqs(decoder, "TransformerDecoder"))
+        return cls(decoder_with_layer(args, task.target_dictionary, embed_tokens, args.decoder_output_dim, True))
 
 
 @register_model_architecture("mixtape_transformer_lm", "mixtape_transformer_lm")

@@ -21,7 +21,7 @@ class NTASGDConfig(FairseqDataclass):
     weight_decay: float = field(default=0.0, metadata={"help": "L2 penalty on all weights"})
     nonmono: int = field(
         default=5,
-        metadata={"help": "n: averaging starts when validation is worse than at some epoch more than n epochs ago"},
+        metadata={"help": "n: averaging starts when validation is worse than some one more than n validations ago"},
     )
     averaging_epoch: Optional[int] = field(
         default=None,
@@ -37,8 +37,9 @@ class NTASGDConfig(FairseqDataclass):
 class NTASGD(FairseqOptimizer):
     """torch's SGD, then torch's ASGD with t0 = 0 and λ = 0: w ← w − η g, and the average of the w.
 
-    Averaging starts at the end of the first epoch with more than n earlier ones whose validation loss is above
-    min(losses of all but the last n of them), n = ``--nonmono`` (NT-ASGD), or after ``--averaging-epoch`` (ET-ASGD).
+    Averaging starts at the end of the first validated epoch with more than n earlier ones whose validation loss is
+    above min(losses of all but the last n of them), n = ``--nonmono`` (NT-ASGD), or after ``--averaging-epoch``
+    (ET-ASGD).
 
     Training moves the raw weights; :meth:`use_average` puts their average into the parameters, :meth:`use_raw` takes
     it out again. A checkpoint has the average as its model, and the raw weights among the optimizer's state.
@@ -71,7 +72,7 @@ class NTASGD(FairseqOptimizer):
             },
         )
         self._sgd = self._optimizer = torch.optim.SGD(params, **self.optimizer_config)
-        self.history = []  # validation losses, one an epoch
+        self.history = []  # validation losses, one at the end of each validated epoch
         self.finished = False
         self._raw = None
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Sequence, Type
 from torch import nn
 
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.output_layers.base import MixtureLayer, OutputLayer
+from mixtape_plugin.output_layers.base import OutputLayer
 from mixtape_plugin.output_layers.config import OUTPUT_IMPLS, OutputLayerConfig
 from mixtape_plugin.output_layers.mixtape import Mixtape
+from mixtape_plugin.output_layers.mixture import MixtureLayer
 from mixtape_plugin.output_layers.mixture_of_contexts import MixtureOfContexts
 from mixtape_plugin.output_layers.mixture_of_softmaxes import MixtureOfSoftmaxes
 from mixtape_plugin.output_layers.monotone_softmax import GSS, PLIF, SigSoftmax

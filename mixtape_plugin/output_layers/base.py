@@ -1,7 +1,7 @@
 """What every output layer shares: its interface, its embedding, and the loss that follows from its scores.
 
-Shapes: ``...`` any leading dimensions (fairseq: B batch, T time), D features, E embedding, K components,
-V vocabulary, S frequent tokens.
+Shapes: ``...`` any leading dimensions (fairseq: B batch, T time), D features, E embedding, V vocabulary, S frequent
+tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.kernels.common import Smoothing
 from mixtape_plugin.kernels.precision import at_least_float32, autocast_dtype
-from mixtape_plugin.modules.locked_dropout import locked_dropout
 from mixtape_plugin.modules.retained_dropout import RetainsDropout
 from mixtape_plugin.output_layers.config import OutputLayerConfig
 
@@ -73,7 +72,8 @@ class OutputLayer(RetainsDropout, nn.Module):
         masked_tokens: ids that cannot be predicted; their probability is exactly 0.
 
     Raises:
-        UserError: without a projection, E differs from D; ``--output-impl fused`` where there is no fused loss.
+        UserError: without a projection, E differs from D; ``--output-embed-dim`` is not the tied embedding's width;
+            ``--output-impl fused`` where there is no fused loss.
         ValueError: D or V is less than 1; ``tied_weight`` is no parameter or has other than V rows; a masked token is
             no id, or all are masked.
     """
@@ -82,7 +82,7 @@ class OutputLayer(RetainsDropout, nn.Module):
     label = ""
     #: Whether it has K components, ``--num-components``.
     has_components = False
-    #: K where a comparison of layers says none; None: what the comparison gives the mixtures of softmaxes.
+    #: K where a comparison of layers, or an architecture, says none; None: what they give the mixtures of softmaxes.
     usual_components: int | None = None
     #: Whether it takes features [..., D] to width E; without, E = D.
     has_projection = False
@@ -125,10 +125,10 @@ class OutputLayer(RetainsDropout, nn.Module):
             raise ValueError("a tied embedding must be the nn.Parameter itself, not a copy of it or computed from it")
         if tied_weight is not None and len(tied_weight) != vocab_size:
             raise ValueError(f"a tied embedding needs {vocab_size} rows, one for each token, not {len(tied_weight)}")
-        self.masked_tokens = tuple(map(int, masked_tokens))
+        self.masked_tokens = tuple(sorted(set(map(int, masked_tokens))))
         if not all(0 <= token < vocab_size for token in self.masked_tokens):
             raise ValueError(f"masked tokens must be ids from 0 to {vocab_size - 1}, not {list(self.masked_tokens)}")
-        if len(set(self.masked_tokens)) == vocab_size:
+        if len(self.masked_tokens) == vocab_size:
             raise ValueError(f"all {vocab_size} tokens are masked, and one has to be predicted")
         if tied_weight is None:
             tied_weight = nn.Parameter(torch.empty(vocab_size, self.embed_dim))
@@ -239,7 +239,7 @@ class OutputLayer(RetainsDropout, nn.Module):
                 autocast, or not [batch, time, D] beside a locked dropout; ε is outside [0, 1), or not 0 where there is
                 but one token to predict.
         """
-        predictable = self.vocab_size - len(set(self.masked_tokens))
+        predictable = self.vocab_size - len(self.masked_tokens)
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"label_smoothing {label_smoothing} is not allowed: from 0 to less than 1")
         if label_smoothing and predictable == 1:
@@ -248,8 +248,7 @@ class OutputLayer(RetainsDropout, nn.Module):
             raise ValueError(f"features {list(features.shape)} need one target each, not {list(target.shape)}")
         if features.dtype != self.weight.dtype and autocast_dtype(features) is None:
             raise ValueError(f"features of {features.dtype} do not go with a layer of {self.weight.dtype}")
-        impl = self.config.output_impl
-        eager = impl == "eager" or (impl == "auto" and not self.has_fused_loss())
+        eager = self.config.output_impl == "eager" or not self.has_fused_loss()
         if eager and self.has_locked_dropout:  # its masks are of whole sequences
             return self.eager_loss(features, target, label_smoothing, ignore_index)
         leading, counted = target.shape, target.flatten().ne(ignore_index)
@@ -285,7 +284,7 @@ class OutputLayer(RetainsDropout, nn.Module):
         if target.numel() <= size:
             return self._eager_loss(features, target, label_smoothing, ignore_index)
         if self.has_locked_dropout:  # one mask a sequence: a sequence stays whole
-            size = max(size // target.size(1), 1)
+            size = max(size // target[0].numel(), 1)
         else:
             features, target = features.flatten(0, -2), target.flatten()
         losses = [
@@ -304,51 +303,6 @@ class OutputLayer(RetainsDropout, nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.config.output_layer}, D={self.feature_dim}, E={self.embed_dim}, V={self.vocab_size}"
-
-
-class MixtureLayer(OutputLayer):
-    """An output layer over K context vectors h_k = α·tanh(H_k g + b_k) (Mixtape eq. 5, where α = 1; MoS calls H_k
-    W_{h,k})."""
-
-    has_components = True
-    has_projection = True
-
-    def build_parameters(self) -> None:
-        self.num_components = self.config.num_components
-        self.context = nn.Linear(self.feature_dim, self.num_components * self.embed_dim)
-
-    @property
-    def has_locked_dropout(self) -> bool:
-        return self.drops_out and self.config.locked_context_dropout and self.config.context_dropout > 0
-
-    def priors(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """π_k, of one token x for each context, [..., K], for analyses; in the layers where x matters π_{x,k}.
-
-        Args:
-            features: [..., D]
-            tokens: x, [...]
-        """
-        raise NotImplementedError
-
-    def context_vectors(self, features: Tensor) -> Tensor:
-        """h_k after dropout, [..., K, E]."""
-        contexts = self.scaled(torch.tanh(self.context(features)))
-        if self.config.locked_context_dropout:
-            contexts = locked_dropout(contexts, self.config.context_dropout, self.drops_out)
-        else:
-            contexts = F.dropout(contexts, self.config.context_dropout, self.drops_out)
-        return contexts.unflatten(-1, (self.num_components, self.embed_dim))
-
-
-class SharedPriorLayer(MixtureLayer):
-    """A mixture whose prior is the same for all tokens, π = softmax(W_π g) (MoS, section 2.4, without a bias)."""
-
-    def build_parameters(self) -> None:
-        super().build_parameters()
-        self.prior = nn.Linear(self.feature_dim, self.num_components, bias=False)
-
-    def priors(self, features: Tensor, tokens: Tensor | None = None) -> Tensor:
-        return torch.softmax(self.prior(features), dim=-1)
 
 
 def rows(tensor: Tensor, leading: torch.Size, index: Tensor | None = None) -> Tensor:

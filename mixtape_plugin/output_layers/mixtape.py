@@ -13,8 +13,9 @@ from mixtape_plugin.kernels.common import Smoothing
 from mixtape_plugin.kernels.mixtape import mixtape_loss, mixtape_scores
 from mixtape_plugin.kernels.precision import at_least_float32
 from mixtape_plugin.kernels.sigmoid_tree import nodes_bottom_up
-from mixtape_plugin.output_layers.base import MixtureLayer, rows
+from mixtape_plugin.output_layers.base import rows
 from mixtape_plugin.output_layers.config import OutputLayerConfig
+from mixtape_plugin.output_layers.mixture import MixtureLayer
 
 if TYPE_CHECKING:
     from fairseq.data import Dictionary
@@ -188,9 +189,7 @@ class Mixtape(MixtureLayer):
         gate_contexts = torch.cat([hidden, shared.unsqueeze(-1), one_of_k], dim=-1)
         if self.noise > 0:
             shared = shared + self.noise * torch.randn_like(shared)
-        components = torch.eye(self.num_components, dtype=shared.dtype, device=shared.device)
-        components = components.expand(*shared.shape[:-1], -1, -1)
-        prior = sigmoid_tree(shared.sigmoid().split(1, dim=-1), components.unbind(-2))
+        prior = sigmoid_tree(shared.sigmoid().split(1, dim=-1), torch.eye(self.num_components).to(shared).unbind())
         return contexts, prior, gate_contexts
 
     @property

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from mixtape_plugin.kernels.common import Smoothing
 from mixtape_plugin.kernels.softmax import softmax_loss
-from mixtape_plugin.output_layers.base import SharedPriorLayer, rows
+from mixtape_plugin.output_layers.base import rows
+from mixtape_plugin.output_layers.mixture import SharedPriorLayer
 
 
 class MixtureOfContexts(SharedPriorLayer):

@@ -9,7 +9,8 @@ from torch import Tensor
 from mixtape_plugin.kernels.common import Smoothing
 from mixtape_plugin.kernels.mixture_of_softmaxes import mixture_of_softmaxes_log_probs, mixture_of_softmaxes_loss
 from mixtape_plugin.kernels.precision import at_least_float32
-from mixtape_plugin.output_layers.base import SharedPriorLayer, rows
+from mixtape_plugin.output_layers.base import rows
+from mixtape_plugin.output_layers.mixture import SharedPriorLayer
 
 
 class MixtureOfSoftmaxes(SharedPriorLayer):

@@ -208,11 +208,18 @@ class BpttLanguageModelingTask(LanguageModelingTask):
         logger.info(f"{path}: {len(tokens):,} tokens, {unknown:,} of them <unk>")
         self.datasets[split] = TokenStream(tokens, self.dictionary.eos(), self.dictionary.pad(), split)
 
-    def get_batch_iterator(
+    def get_batch_iterator(self, dataset: FairseqDataset, *args, **kwargs) -> iterators.EpochBatchIterating:
+        """The segments of a text in order; for anything but a text (a prompt to continue) fairseq's own iterator."""
+        if isinstance(dataset, TokenStream):
+            return self.segment_iterator(dataset, *args, **kwargs)
+        return super().get_batch_iterator(dataset, *args, **kwargs)
+
+    def segment_iterator(
         self,
-        dataset: FairseqDataset,
+        dataset: TokenStream,
         max_tokens: Optional[int] = None,
         max_sentences: Optional[int] = None,
+        *,
         seed: int = 1,
         num_shards: int = 1,
         shard_id: int = 0,
@@ -221,12 +228,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
         data_buffer_size: int = 0,
         **kwargs,
     ) -> iterators.EpochBatchIterating:
-        """The segments of a text in order; for anything but a text (a prompt to continue) fairseq's own iterator."""
-        if not isinstance(dataset, TokenStream):
-            return super().get_batch_iterator(
-                dataset, max_tokens, max_sentences, seed=seed, num_shards=num_shards, shard_id=shard_id,
-                num_workers=num_workers, epoch=epoch, data_buffer_size=data_buffer_size, **kwargs,
-            )  # fmt: skip
+        """fairseq's :meth:`get_batch_iterator` of a text."""
         if not max_sentences:
             raise UserError("--task bptt_language_modeling needs --batch-size, the number of columns")
         # Evaluation may be of the training text too; only the iterator that fairseq trains with has this option.
@@ -309,15 +311,16 @@ class BpttLanguageModelingTask(LanguageModelingTask):
         """fairseq's, for ``--small-batch-size`` columns after the other."""
         self.optimizer = optimizer
         swap_weights(optimizer, average=False)
-        if find_nt_asgd(optimizer) and sample["net_input"]["first_segment"]:
-            find_nt_asgd(optimizer).begin_epoch(self.epoch)
+        first, nt_asgd = sample["net_input"]["first_segment"], find_nt_asgd(optimizer)
+        if nt_asgd and first:
+            nt_asgd.begin_epoch(self.epoch)
         # An update begins without gradients, also after one that fairseq has given up because of an overflow.
         if all(parameter.grad is None for parameter in model.parameters()):
             self.lr_scales = []
             begin = (self.epoch, sample["segment"])
             if begin == self.update_begin:  # --amp tries it again
                 model.decoder.states = self.states_before
-            first = sample["net_input"]["first_segment"]  # what is kept there is of the epoch before
+            # What is kept at a first segment is of the epoch before.
             self.update_begin, self.states_before = begin, {} if first else dict(model.decoder.states)
         self.lr_scales.append(sample["lr_scale"])
         self.epoch_ended = sample["last_segment"]
@@ -390,9 +393,9 @@ class BpttLanguageModelingTask(LanguageModelingTask):
         if self.epoch_ended:  # the next one starts from zeros
             self.states_of_all = []
             return
-        self.states_of_all = [self.training_states(model)]
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self.states_of_all *= distributed_utils.get_data_parallel_world_size()
+        processes = distributed_utils.get_data_parallel_world_size()
+        self.states_of_all = [self.training_states(model)] * processes
+        if processes > 1:
             group = distributed_utils.get_data_parallel_group()
             torch.distributed.all_gather_object(self.states_of_all, self.states_of_all[0], group=group)
 
@@ -419,7 +422,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
                     f"with {self.walk[name]}: give the same, go on from a checkpoint of an epoch's end, or begin the "
                     "text anew by --reset-dataloader"
                 )
-        processes = distributed_utils.get_data_parallel_world_size() if torch.distributed.is_initialized() else 1
+        processes = distributed_utils.get_data_parallel_world_size()
         if len(states) != processes:
             raise UserError(
                 f"the checkpoint was saved in the middle of an epoch by {len(states)} processes, and cannot be resumed "

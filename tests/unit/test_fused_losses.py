@@ -102,7 +102,7 @@ def assert_same(actual, expected, tolerance=1e-12):
 
 def chunk_bytes(size):
     """Chunks of the tokens whose scores fit into so many bytes, of one token at least."""
-    return mock.patch.multiple(common, CHUNK_BYTES={"cpu": size}, MIN_ROWS=1)
+    return mock.patch.multiple(common, CHUNK_BYTES={"torch": size}, MIN_ROWS=1)
 
 
 # ----------------------------------------------------------------------------------------------------- the numbers

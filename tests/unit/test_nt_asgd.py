@@ -405,7 +405,7 @@ def test_another_optimizers_state_is_refused():
 @pytest.mark.parametrize("lr", [-0.1, math.inf, math.nan])
 def test_learning_rate_is_checked(lr):
     with pytest.raises(UserError, match=f"--lr .*{lr}.* is not allowed: 0 or more"):
-        build_optimizer(build_model().parameters(), lr=[lr])
+        build_optimizer(build_model().parameters(), lr=OmegaConf.create([1.0, lr]))  # as fairseq-train hands it over
 
 
 def test_the_first_validation_text_alone_decides_about_averaging():

@@ -196,9 +196,9 @@ def test_tied_rows_and_masked_ids_are_checked():
     for sizes in (0, V), (D, 0):
         with pytest.raises(ValueError, match=f"^{sizes[0]} features and {sizes[1]} tokens are not allowed: at least 1"):
             build_output_layer(OutputLayerConfig(output_layer="softmax"), *sizes)
-    for masked in torch.tensor([3, 1]), (3, 1):
+    for masked in torch.tensor([3, 1]), (1, 3), (3, 1, 3):
         layer = build_output_layer(OutputLayerConfig(output_layer="softmax"), D, V, masked_tokens=masked)
-        assert layer.masked_tokens == (3, 1)
+        assert layer.masked_tokens == (1, 3), "each once"
     for token in -1, V:
         with pytest.raises(ValueError, match=f"ids from 0 to {V - 1}, not .*{token}"):
             build_output_layer(OutputLayerConfig(output_layer="softmax"), D, V, masked_tokens=[3, token])

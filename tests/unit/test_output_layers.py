@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from small_layers import GATE_DIM, PAD, D, E, N, V, build, gradients, random_targets
 
 from mixtape_plugin.analysis.rank import log_prob_rank
-from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, build_output_layer
+from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, base, build_output_layer
 from mixtape_plugin.output_layers.mixtape import sigmoid_tree
 
 MIXTURES = [name for name in OUTPUT_LAYERS if OUTPUT_LAYERS[name].has_components]
@@ -213,6 +213,19 @@ def test_locked_context_dropout_shares_its_mask_over_time(name):
     assert (dropped[0] != dropped[1]).any()
     with pytest.raises(ValueError, match="batch, time"):
         layer(torch.randn(N, D, dtype=torch.float64))
+
+
+def test_chunks_with_a_locked_dropout_are_as_large_as_may_be(monkeypatch):
+    """Of any number of leading dimensions; without a batch and a time there is no such dropout."""
+    layer = build("mos", output_impl="eager", context_dropout=0.5, locked_context_dropout=True).train()
+    monkeypatch.setattr(base, "MAX_SCORES", 12 * layer.scores_per_token)
+    calls = []
+    layer.register_forward_hook(lambda module, inputs, scores: calls.append(scores.shape[:-1].numel()))
+    features = torch.randn(5, 3, 4, D, dtype=layer.weight.dtype)
+    layer.loss(features, torch.zeros(5, 3, 4, dtype=torch.long))
+    assert calls == 5 * [12]
+    with pytest.raises(ValueError, match="locked dropout needs"):
+        layer.loss(features.view(-1, D), torch.zeros(60, dtype=torch.long))
 
 
 @pytest.mark.parametrize("impl", ["eager", "fused"])

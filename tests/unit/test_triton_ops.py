@@ -540,7 +540,7 @@ def small_chunks(monkeypatch):
     """The fused losses over these kernels, in chunks of a few tokens."""
     for module in (common, mixtape):
         monkeypatch.setattr(module, "elementwise", lambda device: ops)
-    monkeypatch.setattr(common, "CHUNK_BYTES", {"cpu": 3000})
+    monkeypatch.setattr(common, "CHUNK_BYTES", {"torch": 3000})
     monkeypatch.setattr(common, "MIN_ROWS", 1)
 
 
