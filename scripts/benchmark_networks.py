@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             bar.set_description(shape.shape)
             for budget in budgets:
                 rows += benchmark_networks(shape, layers, setting, args.rounds, args.sizes, limit, budget, bar.update)
-    print(markdown(rows, facts))
+    print(markdown(rows, facts), end="")
     write_outputs(args, COLUMNS, rows, facts, draw)
 
 

@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     rows += benchmark_output_layers(
                         shape, chosen, setting, args.rounds, limit, budget, args.prices, bar.update
                     )
-    print(markdown(rows, facts))
+    print(markdown(rows, facts), end="")
     write_outputs(args, COLUMNS, rows, facts, draw)
 
 
