@@ -318,7 +318,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--at", nargs="+", default=[], metavar="LINE:WORD", help="positions, both from 1")
     command.add_argument("--random", type=int, default=0, metavar="N", help="as many positions, drawn from --seed")
     command.add_argument("--seed", type=int, help="of --random (default: 1)")
-    command.add_argument("--search", nargs=2, metavar=("A", "B"), help="where A's loss is lowest beside B's, two DIRs")
+    command.add_argument("--search", nargs=2, metavar=("A", "B"), help="where A's loss is most below B's (two DIRs)")
     command.add_argument("--search-count", type=int, metavar="N", help="of --search (default: 6)")
     command.add_argument("--paper", action="store_true", help="the 18 positions of the papers in PTB's test text")
     command = commands.choices["similarity"]

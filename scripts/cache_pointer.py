@@ -4,8 +4,8 @@
     python scripts/cache_pointer.py data-bin/ptb --path checkpoints/checkpoint_best.pt --dataset ptb
     python scripts/cache_pointer.py data-bin/ptb --path checkpoints/checkpoint_best.pt --dataset ptb --search
 
-p = (1-lambda) p_vocab + lambda p_cache, and p_cache(x) sums exp(theta h_t·h_i) over those of the last --window tokens
-that were followed by x, h the last layer's output. Nothing is trained, and the checkpoint is only read.
+p = (1-lambda) p_vocab + lambda p_cache, and p_cache(x) ∝ Σ exp(theta h_t·h_i) over those of the last --window
+tokens that x followed; h is the last LSTM layer's output. Nothing is trained, and the checkpoint is only read.
 Prints the static perplexity and that with the cache.
 
 --search tries all of --weights, --thetas and --windows together on the validation text, prints them as a table, writes

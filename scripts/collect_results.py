@@ -14,9 +14,9 @@ predictions.json and similarity.json of scripts/analyze.py. A value without a fi
 not give is "unreadable".
 
 --groups puts trainings whose commands differ in --seed and --save alone into one line: mean ± standard deviation.
---baseline LAYER adds how far each score is from that layer's, with 95% intervals (perplexities in percent), and how
-likely a difference as large is where there is none: p of Student's and of Welch's t-test ("p Student" and "p Welch" of
---columns); --differences draws these intervals, a panel for each score of --columns.
+--baseline LAYER adds how far each score is from that layer's, with 95% intervals (perplexities in percent), and the
+p-values of Student's and of Welch's t-test ("p Student" and "p Welch" of --columns); --differences draws these
+intervals, a panel for each score of --columns.
 --mean NAME COLUMN… adds a column, of each training the mean of two or more, such as BLEU of two texts.
 --correlate prints Pearson's r of two columns and draws one over the other.
 --name GROUP NAME calls a line of these, and of --plot, by a better name than its flags.

@@ -168,8 +168,8 @@ evaluate_wmt() { # evaluate_wmt DATA TARGET ARGUMENT...: the whole of evaluate.s
   --data DIR         what prepare.sh wrote (default: $1)
   --last N           how many checkpoints to average (default: 10)
   --valid            also translate and score the validation text, into valid.hyp, valid-score.txt and valid-score.json
-  --tune-lenpen LIST also the test text by the best of these length penalties, such as '0.4 0.6 1', on the validation text;
-                     in lenpen and lenpen.json
+  --tune-lenpen LIST also translate the test text with the penalty of LIST, such as '0.4 0.6 1', best in
+                     validation BLEU; into lenpen, lenpen.json
   --references FILE  detokenized references (default: text/raw.test.$2 of the data)
   --test-set NAME    instead, the references of sacrebleu's test set, wmt14/full, which it downloads
   --max-tokens N     tokens of a batch (default: 4096)

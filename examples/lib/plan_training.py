@@ -32,14 +32,14 @@ HELP = """
 --gpus N        GPUs, on all nodes together (default: those that are visible; under srun, times the number of nodes)
 --max-tokens N  at most as many tokens on a GPU at once (default: 4096); an update has 32,768 all the same
 --bf16          bfloat16, where the GPU has it
---smoke         a model a thousand times smaller, a few updates on the CPU; in checkpoints/{example}.smoke.LAYER.seed1
+--smoke         a model of 1/32 of the width, 10 updates on the CPU; in checkpoints/{example}.smoke.LAYER.seed1
 --finetune      the second stage, after the first has ended: averaged SGD from its best weights, into DIR/finetuned
 --small         smaller, for a CPU, each layer of about as many parameters; in checkpoints/{example}.small.LAYER.seed1
 --long          with --small, 30 epochs and what dropouts suit them; in checkpoints/{example}.small.long.LAYER.seed1
 --short         30 epochs with a linear decay and dropouts of .2; in checkpoints/{example}.short.LAYER.seed1
 --float32       on the CPU, no bfloat16 even where the processor is faster in it
 --data DIR      what prepare.sh wrote (default: {data})
---save DIR      checkpoints and train.log; other flags want another (default: checkpoints/{example}.LAYER.seedN)
+--save DIR      checkpoints and train.log; give it with added flags (default: checkpoints/{example}.LAYER.seedN)
 --seed N        default: {seeds}
 --print         only print the command, complete; needs no data"""
 OPTIONS = {line[2:16].split()[0]: line for line in HELP.splitlines() if line}

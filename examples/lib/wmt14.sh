@@ -10,7 +10,7 @@ plan_wmt14() {
 
 train_wmt14() { # train_wmt14 WIDTH FLAG...: fairseq_train with what both have in common, and FLAG...; WIDTH is the model's
   local width=$(($1 / 32)) smaller=()
-  # The architecture's shape, some thousand times smaller.
+  # The architecture's shape at 1/32 of its width.
   [ -z "$smoke" ] || smaller=(--cpu --num-workers 0 --log-interval 1 --gate-dim 8 --max-relative-position 4
     --encoder-embed-dim "$width" --encoder-ffn-embed-dim $((4 * width)) --encoder-layers 2 --encoder-attention-heads 4
     --decoder-layers 2 --decoder-attention-heads 4)

@@ -7,8 +7,8 @@ usage="usage: evaluate.sh DIR [--data DIR] [--last N] [--valid] [--tune-lenpen L
   --data DIR         what prepare.sh wrote (default: data-bin/multi30k.en-de)
   --last N           how many epochs to average (default: 10)
   --valid            also translate and score the validation text, into valid.hyp, valid-score.txt and valid-score.json
-  --tune-lenpen LIST also the test text by the best of these length penalties, such as '1 1.5 2', on the validation text;
-                     in lenpen and lenpen.json
+  --tune-lenpen LIST also translate the test text with the penalty of LIST, such as '1 1.5 2', best in
+                     validation BLEU; into lenpen, lenpen.json
   --cpu              use the CPU where there is a GPU, too"
 root=$(CDPATH= cd "$(dirname "$0")/../.." && pwd)
 source "$root/examples/lib/evaluation.sh"

@@ -6,7 +6,7 @@ set -euo pipefail
 usage="usage: prepare.sh [--from DIR] [--out DIR] [--characters TRAIN,VALID,TEST] [--workers N]
   --from DIR         take text8, text8.gz or text8.zip from DIR instead of downloading
   --out DIR          binarized data, the text in DIR/text (default: data-bin/text8)
-  --characters L     so many from the beginning, then so many, then so many (default: 90000000,5000000,5000000)
+  --characters L     lengths of the three parts, in this order (default: 90000000,5000000,5000000)
   --workers N        processes of fairseq-preprocess (default: 2)"
 root=$(CDPATH= cd "$(dirname "$0")/../.." && pwd)
 source "$root/examples/lib/language_modeling.sh"
