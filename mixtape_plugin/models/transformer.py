@@ -199,7 +199,8 @@ def wmt_big(args: Namespace) -> None:
     """What the Mixtape paper's two translation models share (section 4.2, tensor2tensor's conventions)."""
     # K: 4 for Mixtape (section 3.2), 9 for the MoS it is compared with (Kong et al. 2018).
     args.output_layer = getattr(args, "output_layer", "mixtape")
-    usual_components = output_layer_class(args.output_layer).usual_components or 9
+    layer_class = output_layer_class(args.output_layer)
+    usual_components = layer_class.usual_components or (9 if layer_class.has_components else 4)
     args.num_components = getattr(args, "num_components", usual_components)
     args.encoder_attention_heads = getattr(args, "encoder_attention_heads", 16)
     args.decoder_attention_heads = getattr(args, "decoder_attention_heads", 16)
