@@ -44,10 +44,11 @@ def check_values(options: object, allowed: dict) -> None:
 
 
 def check_least(options: object, **least: float) -> None:
-    """Raises UserError for the first option below its least value, or infinite; one that is not given is None, or
-    missing."""
-    given = {name: lowest for name, lowest in least.items() if getattr(options, name, None) is not None}
-    check_values(options, {name: (getattr(options, name) >= low, f"at least {low}") for name, low in given.items()})
+    """Raises UserError for the first option below its least value; one that is not given is None, or missing."""
+    for name, lowest in least.items():
+        value = getattr(options, name, None)
+        if value is not None and not value >= lowest:  # nan is not
+            raise UserError(f"--{name.replace('_', '-')} {value} is not allowed: at least {lowest}")
 
 
 def check_type(options: object, name: str, kind: type, optional: bool = False) -> None:

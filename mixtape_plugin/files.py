@@ -15,8 +15,6 @@ from typing import Callable, Iterable, Iterator, Sequence
 
 from mixtape_plugin.errors import UserError
 
-DEVICES = ("/dev/", "/proc/")  # such as /dev/stdout, which may lead to a file
-
 
 def read_lines(path: str | Path) -> list[str]:
     """The lines of a UTF-8 file with their ends, without a mark of the byte order; only \\n is an end, for BLEU counts
@@ -40,6 +38,12 @@ def read_lines(path: str | Path) -> list[str]:
     return lines
 
 
+def is_device(path: str | Path) -> bool:
+    """Whether it is a name such as /dev/stdout, which may lead to a file; /dev/shm has files of its own."""
+    place = os.path.abspath(path)
+    return place.startswith(("/dev/", "/proc/")) and not place.startswith("/dev/shm/")
+
+
 def check_outputs(outputs: dict, inputs: Iterable[str | Path | None] = ()) -> None:
     """Raises UserError where an option would write over a file that is read, or over another output.
 
@@ -49,7 +53,7 @@ def check_outputs(outputs: dict, inputs: Iterable[str | Path | None] = ()) -> No
     """
     taken = {os.path.realpath(path): f"{path} is read, too" for path in inputs if path is not None}
     for option, path in outputs.items():
-        if path is None or os.path.abspath(path).startswith(DEVICES):
+        if path is None or is_device(path):
             continue
         place = os.path.realpath(path)
         if place in taken:
@@ -69,7 +73,7 @@ def writing(option: str, path: str | Path) -> Iterator[None]:
 def write_outputs(*outputs: tuple) -> None:
     """Of options, each with its path, None where it is not given, and what writes to that path: those that have one."""
     for option, path, write in outputs:
-        if path:
+        if path is not None:
             with writing(option, path):
                 write(path)
 
@@ -95,9 +99,8 @@ def write_whole(path: str | Path, write: Callable[[Path], None]) -> None:
     place = Path(os.path.realpath(path))
     begin, end = f".{place.stem}.{platform.node()}-", f".part{Path(path).suffix}"
     part = place.parent / f"{begin}{os.getpid()}{end}"
-    device = os.path.abspath(path).startswith(DEVICES)
     try:
-        if device or os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        if is_device(path) or os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
             write_to_device(path, write)
             return
         remove_parts_of_the_dead(place.parent, begin, end)

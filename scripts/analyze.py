@@ -205,9 +205,10 @@ def chosen(args: argparse.Namespace, text: Text) -> dict:
 
 
 def find_name(args: argparse.Namespace, given: str) -> str:
-    names = [name for folder, name in args.names.items() if given == name or Path(given) == folder]
+    names = [name for folder, name in args.names.items() if given in (name, folder.name) or Path(given) == folder]
     if len(names) != 1:
-        raise UserError(f"--search {given} is none of the folders: {', '.join(args.names.values())}")
+        how_many = "is several" if names else "is none"
+        raise UserError(f"--search {given} {how_many} of the folders: {', '.join(args.names.values())}")
     return names[0]
 
 

@@ -29,6 +29,7 @@ PERPLEXITIES = ("valid ppl", "test ppl", *LANGUAGE_MODEL)
 # What is compared, beside all scores that have a signature
 TESTED = (*PERPLEXITIES, *BITS[1:], *(f"valid {name}" for name in TRANSLATION), *TRANSLATION)
 P_VALUES = ("p Student", "p Welch")
+OF_P = tuple(f"{test}, " for test in P_VALUES)  # how the names of their columns begin
 NOT_MEASURED = ("training", "layer", "seed", "updates", "ended", "wall s", "commit")
 BESIDE_THE_COMMAND = {"parameters": " parameters", "precision": ""}  # what tells groups apart, and its unit
 
@@ -324,7 +325,7 @@ def groups_markdown(
     """The lines of :func:`compare` as a Markdown table, without the columns that no group has anything in.
 
     With ``columns`` only ``group``, ``n``, those, and how far they differ; how surely, where ``columns`` has
-    "p Student" or "p Welch".
+    "p Student" or "p Welch"; and the signatures of scores.
     """
     names = dict.fromkeys(name for line in lines for name in line if line[name] is not None)
     hidden = ("command", " sd", " n", ", lowest", ", highest")
@@ -340,8 +341,8 @@ def groups_markdown(
         if isinstance(number, str) or name == "n":
             return str(number)
         if number is None:
-            return "" if name.startswith("p ") or name.endswith(", difference") else NOT_RUN
-        if name.startswith("p "):
+            return "" if name.startswith(OF_P) or name.endswith(", difference") else NOT_RUN
+        if name.startswith(OF_P):
             return f"{number:.3g}"
         if name.endswith(", difference"):
             (column,) = compared_in([name])
@@ -362,7 +363,7 @@ def groups_markdown(
             f"difference: from {baseline.name}, with 95% intervals that hold together (Bonferroni), "
             f"the scatter of seeds pooled over all groups. {chance_of_seeds(found, compared)}\n"
         )
-    of_p = {name.split(", ", 1)[1] for name in shown if name.startswith("p ")}
+    of_p = {name.split(", ", 1)[1] for name in shown if name.startswith(OF_P)}
     if of_p:
         tests = sum(line.get(f"{P_VALUES[0]}, {name}") is not None for line in lines for name in of_p)
         text += (
@@ -370,7 +371,7 @@ def groups_markdown(
             f"{tests} comparison{'' if tests == 1 else 's'}, not corrected for their number: "
             "where nothing differs one in twenty has p < .05.\n"
         )
-    return text + signatures([row for group in found for row in group.rows], shown)
+    return text + (signatures([row for group in found for row in group.rows], shown) if columns else "")
 
 
 def chance_of_seeds(found: Sequence[Group], columns: Sequence[str]) -> str:

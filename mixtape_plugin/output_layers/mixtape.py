@@ -189,7 +189,8 @@ class Mixtape(MixtureLayer):
         gate_contexts = torch.cat([hidden, shared.unsqueeze(-1), one_of_k], dim=-1)
         if self.noise > 0:
             shared = shared + self.noise * torch.randn_like(shared)
-        prior = sigmoid_tree(shared.sigmoid().split(1, dim=-1), torch.eye(self.num_components).to(shared).unbind())
+        components = torch.eye(self.num_components, dtype=shared.dtype, device=shared.device)
+        prior = sigmoid_tree(shared.sigmoid().split(1, dim=-1), components.unbind())
         return contexts, prior, gate_contexts
 
     @property

@@ -387,7 +387,7 @@ def test_mistakes(args, sentence, trained_language_models, tmp_path, monkeypatch
 def test_a_name_that_two_folders_have_chooses_neither():
     args = Namespace(names={Path("one/same"): "one/same", Path("two/same"): "two/same"})
     assert analyze.find_name(args, "two/same/") == "two/same"
-    with pytest.raises(UserError, match="^--search same is none of the folders: one/same, two/same$"):
+    with pytest.raises(UserError, match="^--search same is several of the folders: one/same, two/same$"):
         analyze.find_name(args, "same")
 
 

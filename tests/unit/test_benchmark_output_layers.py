@@ -436,7 +436,8 @@ def test_mistakes_get_one_sentence(options, tmp_path, monkeypatch):
 def test_outputs_are_refused_before_anything_is_measured(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    check_refusal(script.parse, ["--out", "folder"])
+    for path in "folder", "", "/dev/shm/no/such/folder/run.csv":
+        check_refusal(script.parse, ["--out", path])
     with pytest.raises(UserError, match="^--plot same.png is not allowed, as --out names it"):
         script.parse(["--sweep", "--out", "same.png", "--plot", "same.png"])
     assert script.parse(["--out", "/dev/stdout"]).out == "/dev/stdout"

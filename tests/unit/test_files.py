@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from recipes import ROOT
@@ -72,6 +73,16 @@ def test_where_a_process_prints_is_written_to_in_order(mode, unbuffered, tmp_pat
         environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=file, env=environment, check=True)
     assert (tmp_path / "out").read_text() == "1\na table\n2\n" and os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm here")
+def test_shared_memory_has_files():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = os.path.join(folder, "a.csv")
+        write_text(path, "whole")
+        assert os.listdir(folder) == ["a.csv"]
+        with pytest.raises(UserError, match="^--plot .* is not allowed, as --out names it"):
+            check_outputs({"--out": path, "--plot": path})
 
 
 def test_a_device_may_be_named_twice():

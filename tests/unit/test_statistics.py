@@ -13,6 +13,7 @@ from training_logs import DONE, epoch, start, table_of
 
 from mixtape_plugin.analysis.statistics import (
     Sample,
+    add_mean,
     chance_of_seeds,
     compare,
     correlate,
@@ -245,6 +246,15 @@ def test_whatever_has_a_signature_is_compared(column):
     assert mos[f"{column}, difference"] == pytest.approx(0.045)
     text = groups_markdown(found, compare(found, found[0]), found[0], [column])
     assert text.endswith(f"\n- {column}: `one`\n")
+
+
+def test_a_mean_may_be_called_as_a_p_value_is():
+    found = trainings_of("valid ppl", softmax=[57.2, 57.0], mos=[55.1, 54.8])
+    for group in found:
+        add_mean(group.rows, "p mean", ["valid ppl", "valid ppl"], [])
+    lines = compare(found, found[0], ["p mean"])
+    (softmax, _), text = table_of(groups_markdown(found, lines, found[0], ["p mean"]))
+    assert softmax["p mean"] == "57.10 ± 0.14" and "t-test" not in text
 
 
 def test_scores_of_several_signatures_are_told_with_their_folders():
