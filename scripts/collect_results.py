@@ -61,6 +61,14 @@ from typing import Sequence
 
 import start
 
+from mixtape_plugin.analysis.groups import (
+    Group,
+    add_mean,
+    find_baseline,
+    groups,
+    leave_out_repeats,
+    rename,
+)
 from mixtape_plugin.analysis.overview import overview_markdown, read_overview
 from mixtape_plugin.analysis.pages import blocks_of, filled
 from mixtape_plugin.analysis.result_pictures import (
@@ -88,15 +96,9 @@ from mixtape_plugin.analysis.results import (
 from mixtape_plugin.analysis.selection import asked_for, chosen
 from mixtape_plugin.analysis.statistics import (
     P_VALUES,
-    Group,
-    add_mean,
     compare,
     correlate,
-    find_baseline,
-    groups,
     groups_markdown,
-    leave_out_repeats,
-    rename,
 )
 from mixtape_plugin.drawing import check_picture
 from mixtape_plugin.errors import UserError

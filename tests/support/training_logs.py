@@ -70,3 +70,9 @@ def table_of(printed):
     cells = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in lines if line.startswith("|")]
     assert all(len(row) == len(cells[0]) for row in cells) and set(cells[1]) == {"---"}
     return [dict(zip(cells[0], row)) for row in cells[2:]], lines[len(cells) :]
+
+
+def row(command, seed, name="x", layer="softmax", **values):
+    """A training as collect() gives it, as far as groups need it."""
+    row = {"folder": name, "training": name, "layer": layer, "seed": str(seed), "command": command, **values}
+    return {"valid ppl": None, **row}

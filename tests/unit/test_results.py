@@ -147,3 +147,41 @@ def test_the_last_line_of_fairseqs_own_validation(folder):
     )
     row, damaged = collect(folder(train_log=start(), test__perplexity_txt="2026-11-28 00:25:59 " + line))
     assert row["test ppl"] == 308.82 and not damaged
+
+
+def test_train_perplexity_is_of_the_best_epoch(folder):
+    log = start() + epoch(1, 10, 80) + epoch(2, 20, 70).replace("6.17", "5.5") + epoch(3, 30, 75)
+    validated = "\n".join(epoch(4, 40, 60).splitlines()[:2]) + "\n"  # and killed before its own line was written
+    row, _ = collect(folder(train_log=log + validated))
+    assert row["valid ppl"] == 60 and row["train ppl"] == 5.5
+
+
+def test_train_perplexity_of_shards_is_of_the_last_updates(folder):
+    """4,000 of them, as One Billion Word's is quoted, whatever an epoch is."""
+    log = start(task="bptt_language_modeling").replace("Namespace(", "Namespace(data='a/shard00:a/shard01', ")
+    inner = "2026-01-02 03:04:05 | INFO | train_inner | epoch 001: 5 / 9 loss=1, ppl={}, num_updates={}\n"
+    log += (
+        inner.format(1000, 1000)
+        + inner.format(20, 1200)
+        + inner.format(80, 5000)
+        + epoch(1, 5004, 60).split("\n", 1)[1]
+    )
+    row, _ = collect(folder(train_log=log))
+    assert row["train ppl"] == pytest.approx(40)
+
+
+def test_train_bits_of_characters(folder):
+    path = folder(
+        train_log=start(task="bptt_language_modeling") + epoch(1, 5, 3).replace("6.17", "4"),
+        test_txt="test: 5,000 characters, 1.4427 bits a character, perplexity 2.72\n",
+    )
+    row, _ = collect(path)
+    assert row["train bits/character"] == 2
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"columns": 3}', '{"columns": {"rank": "x"}}'])
+def test_damaged_analyses(content, folder):
+    path = folder(train_log=start() + epoch(1, 5, 3))
+    (path / "rank.json").write_text(content)
+    row, damaged = collect(path)
+    assert "rank" not in row and damaged == [f"{path}/rank.json holds no figures"]
