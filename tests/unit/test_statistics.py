@@ -349,9 +349,6 @@ def test_correlation_leaves_out_what_is_no_number():
     assert found.r == pytest.approx(np.corrcoef(range(4), [0, 1, 4, 9])[0, 1]) and len(found.rows) == 4
 
 
-# -------------------------------------------------------------------------------------------------- train perplexity
-
-
 def test_the_range_of_a_correlation_has_both_its_ends():
     rows = [{"a": float(n), "b": float(n * n)} for n in range(6)]
     found = correlate(rows, "a", "b", (1.0, 16.0))
