@@ -132,6 +132,21 @@ def test_the_size_of_chunks_changes_nothing(case):
     assert operations == sorted(operations) and operations[-1] > 2 * operations[0]  # there were several chunks
 
 
+@each_smoothing
+@each_case
+def test_a_loss_without_gradients_holds_none(case, label_smoothing):
+    """The largest, that of the embedding, is of vocabulary by width."""
+    layer = build(case, vocab_size=1500, output_impl="fused", num_components=3, gate_dim=2).float()
+    features, target = random_batch(layer, 4)
+    layer.loss(features, target)  # tables that are made once
+    peaks = {}
+    for grad in True, False:
+        with Memory() as memory, torch.set_grad_enabled(grad):
+            layer.loss(features, target, label_smoothing=label_smoothing)
+        peaks[grad] = memory.peak
+    assert peaks[True] - peaks[False] >= layer.weight.nbytes
+
+
 @pytest.mark.parametrize("impl", ["fused", "auto"])
 @each_smoothing
 @each_case
