@@ -370,7 +370,6 @@ def markdown(rows: Sequence[dict], columns: Sequence[str] | None = None) -> str:
 
 def signatures(rows: Sequence[dict], columns: Sequence[str]) -> str:
     """A list of the signatures of the scores in these columns; where one has several, with the folders of each."""
-    several = len({row["folder"] for row in rows}) > 1
     notes = {}  # columns, by what is said of them
     for column in columns:
         of_signature = {}
@@ -378,7 +377,7 @@ def signatures(rows: Sequence[dict], columns: Sequence[str]) -> str:
             if f"{column} signature" in row:
                 of_signature.setdefault(row[f"{column} signature"], []).append(row["folder"])
         for signature, folders in of_signature.items():
-            where = f" ({', '.join(folders)})" if several and len(of_signature) > 1 else ""
+            where = f" ({', '.join(folders)})" if len(of_signature) > 1 else ""
             notes.setdefault(f"{where}: `{signature}`\n", []).append(column)
     return "\n" * bool(notes) + "".join(f"- {', '.join(names)}{said}" for said, names in notes.items())
 

@@ -30,6 +30,12 @@ def test_classes_by_counts_in_any_order():
     assert {found[w] for w in ("</s>", "<unk>", "<pad>")} == {"special"}
 
 
+def test_classes_go_on_to_the_last_token():
+    assert classes(text_of([], {f"w{n}": 1 for n in range(3001)}))[0] == [
+        "special", "1–10", "11–30", "31–100", "101–300", "301–1,000", "1,001–3,000", "3,001–10,000",
+    ]  # fmt: skip
+
+
 def test_parts_of_the_loss():
     text = text_of(["a b", "a r r"], {"a": 90, "b": 80, **{f"x{n}": 50 for n in range(10)}, "r": 1})
     losses = {
