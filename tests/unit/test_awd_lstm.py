@@ -261,6 +261,18 @@ def test_streams_do_not_disturb_each_other():
         model(second[:2], stream="train", first_segment=False)
 
 
+def test_a_segment_whose_state_was_not_kept_starts_from_zeros_with_a_warning(caplog):
+    model, tokens = build().eval(), random_tokens()
+    expected = model(tokens, stream="whole")[0]
+    assert not caplog.records
+    assert torch.equal(model(tokens, stream="valid", first_segment=False)[0], expected)
+    assert [record.getMessage() for record in caplog.records] == [
+        "no hidden state was kept for valid: it starts from zeros in the middle of the text"
+    ]
+    model(tokens, stream="valid", first_segment=False)  # by now there is one
+    assert len(caplog.records) == 1
+
+
 def test_columns_do_not_disturb_each_other():
     model, tokens = sharpen(build()).eval(), random_tokens()
     whole = model(tokens)[0]
