@@ -61,14 +61,7 @@ from typing import Sequence
 
 import start
 
-from mixtape_plugin.analysis.groups import (
-    Group,
-    add_mean,
-    find_baseline,
-    groups,
-    leave_out_repeats,
-    rename,
-)
+from mixtape_plugin.analysis.groups import Group, add_mean, find_baseline, groups, leave_out_repeats, rename
 from mixtape_plugin.analysis.overview import overview_markdown, read_overview
 from mixtape_plugin.analysis.pages import blocks_of, filled
 from mixtape_plugin.analysis.result_pictures import (
@@ -94,12 +87,7 @@ from mixtape_plugin.analysis.results import (
     value_of_flag,
 )
 from mixtape_plugin.analysis.selection import asked_for, chosen
-from mixtape_plugin.analysis.statistics import (
-    P_VALUES,
-    compare,
-    correlate,
-    groups_markdown,
-)
+from mixtape_plugin.analysis.statistics import P_VALUES, compare, correlate, groups_markdown
 from mixtape_plugin.drawing import check_picture
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.files import check_outputs, read_lines, write_csv, write_outputs, write_text

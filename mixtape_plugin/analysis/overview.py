@@ -8,11 +8,7 @@ from pathlib import Path
 from typing import Callable, Sequence
 
 from mixtape_plugin.analysis.results import NOT_RUN, digits, value_of
-from mixtape_plugin.analysis.statistics import (
-    difference_text,
-    interval_of,
-    is_ratio,
-)
+from mixtape_plugin.analysis.statistics import difference_text, interval_of, is_ratio
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.files import read_csv
 from mixtape_plugin.tables import table

@@ -9,18 +9,10 @@ import textwrap
 from pathlib import Path
 from typing import Mapping, Sequence
 
-from mixtape_plugin.analysis.groups import (
-    Group,
-    numbers,
-)
+from mixtape_plugin.analysis.groups import Group, numbers
 from mixtape_plugin.analysis.overview import Comparison, Difference
 from mixtape_plugin.analysis.selection import has
-from mixtape_plugin.analysis.statistics import (
-    Correlation,
-    compared_in,
-    interval_of,
-    is_ratio,
-)
+from mixtape_plugin.analysis.statistics import Correlation, compared_in, interval_of, is_ratio
 from mixtape_plugin.drawing import pyplot, save
 from mixtape_plugin.errors import UserError
 

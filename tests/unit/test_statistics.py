@@ -10,11 +10,7 @@ from recipes import load_script
 from scipy import stats
 from training_logs import DONE, epoch, row, start, table_of
 
-from mixtape_plugin.analysis.groups import (
-    Sample,
-    add_mean,
-    groups,
-)
+from mixtape_plugin.analysis.groups import Sample, add_mean, groups
 from mixtape_plugin.analysis.statistics import (
     chance_of_seeds,
     compare,
