@@ -13,6 +13,7 @@ from mixtape_plugin.fairseq_compat.checkpoints import (
     explain_checkpoints_that_do_not_fit,
     load_checkpoints_safely,
     say_which_checkpoint_is_not_written,
+    unpack_archives_into_their_folder,
 )
 from mixtape_plugin.fairseq_compat.command_line import (
     ask_for_the_task_of_a_validation,
@@ -76,6 +77,7 @@ def repair() -> None:
     keep_batches_after_a_resume()
     end_reading_before_the_interpreter()
     load_checkpoints_safely()
+    unpack_archives_into_their_folder()
     evaluate_values_only()
     explain_checkpoints_that_do_not_fit()
     broadcast_plain_options()

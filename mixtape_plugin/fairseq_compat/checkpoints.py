@@ -9,10 +9,12 @@ import os
 import pickle
 import re
 import shutil
+import tarfile
+from types import SimpleNamespace
 from typing import Iterable, Optional
 
 import torch
-from fairseq import checkpoint_utils
+from fairseq import checkpoint_utils, file_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.models import BaseFairseqModel
@@ -79,6 +81,22 @@ def load_checkpoints_safely() -> None:
     for name in ("load_checkpoint_to_cpu", "load_ema_from_checkpoint"):
         if hasattr(checkpoint_utils, name):
             replace(checkpoint_utils, name, explain_refusal)
+
+
+def unpack_archives_into_their_folder() -> None:
+    """Refuse members of an archive, as ``from_pretrained("model.tar.gz")`` takes one, that would lie outside of it.
+
+    Before Python 3.14 ``extractall`` writes a member wherever its name, or a link that came before, leads.
+    """
+
+    class Archive(tarfile.TarFile):
+        def extractall(self, path):
+            try:
+                super().extractall(path, filter="data")
+            except getattr(tarfile, "FilterError", ()) as error:
+                raise UserError(f"archive {self.name} is not unpacked: {error}") from error
+
+    file_utils.tarfile = SimpleNamespace(open=Archive.open)
 
 
 def explain_checkpoints_that_do_not_fit() -> None:

@@ -12,6 +12,7 @@ from toy_text import VALID_TOKENS, evaluate, lm_args, open_lines, toy_text, trai
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.evaluation.language_model import load_language_model, perplexity
 from mixtape_plugin.evaluation.language_model import text as task_text
+from mixtape_plugin.models.awd_lstm_lm import AWDLSTMLanguageModel
 
 
 @pytest.mark.slow
@@ -33,6 +34,21 @@ def test_every_evaluation_agrees(text, trained):
     args += "--valid-subset valid --batch-size 3 --num-workers 0 --log-format json".split()
     line = run("validate", *args).log["valid"][-1]
     assert float(line["valid_loss"]) == pytest.approx(float(valid["valid_loss"]), abs=6e-4)
+
+
+@pytest.mark.slow
+def test_from_python(text, trained):
+    """from_pretrained: scores are log-probabilities of a line that follows </s>, in nats, and a sample goes on."""
+    path, _ = trained
+    model = AWDLSTMLanguageModel.from_pretrained(str(path.parent), path.name, str(text))
+    words = model.task.source_dictionary.symbols[4:10]
+    (language_model,), tokens = model.models, model.encode(" ".join(words))[:-1]
+    previous = torch.cat([torch.tensor([model.task.source_dictionary.eos()]), tokens[:-1]])
+    log_probs = language_model(previous.unsqueeze(0))[0].squeeze(0).double().log_softmax(-1)
+    expected = log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    scores = model.score(" ".join(words))["positional_scores"]
+    torch.testing.assert_close(scores.double(), expected, rtol=1e-4, atol=1e-4)
+    assert model.sample(" ".join(words[:2]), beam=2, max_len_b=6).split()[:2] == words[:2]
 
 
 @pytest.mark.slow

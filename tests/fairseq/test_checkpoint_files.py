@@ -8,12 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from fairseq import checkpoint_utils, utils
+from fairseq import checkpoint_utils, file_utils, utils
 from fairseq.file_io import PathManager
 from fairseq.models import BaseFairseqModel
 from omegaconf import OmegaConf
@@ -47,6 +49,28 @@ def test_options_of_a_checkpoint_run_no_code(tmp_path):
     assert not ran.exists()
     with pytest.raises(UserError, match="does not fit the model .*decoder.convolutions.1"):  # which has been built
         load_model(layers)
+
+
+@pytest.mark.parametrize("member", ["model/dict.txt", "../evil", "model/../../evil", "model/link/evil"])
+def test_an_archive_stays_in_its_folder(tmp_path, monkeypatch, member):
+    """What from_pretrained("model.tar.gz") unpacks: neither a name nor a link leads out of its folder."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "content").write_text("x 1\n")
+    archive = tmp_path / "model.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        link = tarfile.TarInfo("model/link")
+        link.type, link.linkname = tarfile.SYMTYPE, "../.."
+        if "link" in member:
+            tar.addfile(link)
+        for name in ("model/first.txt", member):
+            tar.add(tmp_path / "content", name)
+    if member == "model/dict.txt":
+        assert Path(file_utils.load_archive_file(str(archive)), "dict.txt").read_text() == "x 1\n"
+    else:
+        with pytest.raises(UserError, match=f"archive {archive} is not unpacked: .* outside the destination"):
+            file_utils.load_archive_file(str(archive))
+    assert not list(tmp_path.rglob("evil"))
 
 
 def test_what_options_are_evaluated():

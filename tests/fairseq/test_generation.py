@@ -12,6 +12,7 @@ from recipes import load_script
 from toy_text import NO_DROPOUT, lm_args
 
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.models.transformer import MixtapeTransformerModel
 
 pytestmark = pytest.mark.slow
 
@@ -79,6 +80,15 @@ def test_train_generate_interactive_validate_score(output_layer, trained, data, 
     assert bleu == pytest.approx(independent.score, abs=0.006)  # two digits are printed
     assert bleu == printed_bleu(stdout.splitlines()[-1])
     assert bleu > 50
+
+
+def test_from_python(trained, data, corpus):
+    """from_pretrained, and its method translate, as fairseq-generate does."""
+    checkpoint = trained("mixtape").checkpoint
+    model = MixtapeTransformerModel.from_pretrained(str(checkpoint.parent), checkpoint.name, str(data))
+    found = hypotheses(run("generate", *generate_args(data, checkpoint)).stdout)
+    sentences = (corpus / "test.x").read_text().splitlines()[:20]
+    assert model.translate(sentences, beam=2, max_len_b=12) == [found[number] for number in range(20)]
 
 
 def test_five_sentences_give_five_hypotheses(trained, data):

@@ -229,6 +229,17 @@ def test_analyses_read_its_text(trained, text):
     torch.testing.assert_close(log_probs.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_from_python(trained, text):
+    """from_pretrained: scores are log-probabilities by the layer's formula, in nats; a sample follows its prompt."""
+    model = MixtapeTransformerLanguageModel.from_pretrained(str(trained.folder), "checkpoint_last.pt", str(text))
+    line = (text.parent / "test.x").read_text().splitlines()[0]
+    log_probs, stream = by_hand(trained.folder / "checkpoint_last.pt", text)
+    count = len(line.split())
+    expected = log_probs[:count].gather(1, stream[:count].unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(model.score(line)["positional_scores"].double(), expected, rtol=1e-4, atol=1e-4)
+    assert model.sample("x3 x4", beam=3, max_len_b=6).startswith("x3 x4 x5"), "the next in the alphabet follows"
+
+
 def test_continuing_a_prompt(trained, text, tmp_path):
     (tmp_path / "prompts").write_text("x3 x4\n")
     options = "--task language_modeling --cpu --beam 3 --max-len-b 6 --input".split()
