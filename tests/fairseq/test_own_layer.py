@@ -112,6 +112,7 @@ def test_contract(name):
         contract.test_ignored_targets_count_for_nothing,
         contract.test_impossible_targets_stay_finite,
         interface.test_multiply_adds_are_those_of_the_matrix_products,
+        interface.test_features_of_another_type_are_refused,
     ):
         others = [mark.args for mark in test.pytestmark if mark.args[0] != "name"]  # what it is parametrized by
         for values in itertools.product(*(values for _, values in others)):

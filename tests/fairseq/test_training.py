@@ -166,7 +166,7 @@ def test_reporting_accuracy_draws_nothing(output_layer, monkeypatch):
     layer = model.decoder.output_projection.train()
     monkeypatch.setattr(base, "MAX_SCORES", 4 * layer.scores_per_token)
     chunks = []
-    layer.register_forward_hook(lambda _, inputs, output: chunks.append(len(output)))
+    layer.register_forward_hook(lambda layer, _, output: None if layer.training else chunks.append(len(output)))
     sample, losses = make_sample(dictionary), []
     for report in False, True:
         criterion = OutputLayerCrossEntropy(SimpleNamespace(target_dictionary=dictionary), False, 0.1, report)

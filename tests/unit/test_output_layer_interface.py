@@ -31,7 +31,7 @@ def test_multiply_adds_are_those_of_the_matrix_products(name):
     assert layer.scores_per_token >= V
 
 
-@pytest.mark.parametrize("impl", ["eager", "fused"])
+@pytest.mark.parametrize("impl", ["eager", "auto"])
 @pytest.mark.parametrize("name", OUTPUT_LAYERS)
 def test_features_of_another_type_are_refused(name, impl):
     """By the loss as by the scores: not trained in one type, and evaluated in none."""
