@@ -312,7 +312,7 @@ class BpttLanguageModelingTask(LanguageModelingTask):
         self.optimizer = optimizer
         swap_weights(optimizer, average=False)
         first, nt_asgd = sample["net_input"]["first_segment"], find_nt_asgd(optimizer)
-        if nt_asgd and first:
+        if nt_asgd:  # not at a first segment alone: it may take over in mid-epoch
             nt_asgd.begin_epoch(self.epoch)
         # An update begins without gradients, also after one that fairseq has given up because of an overflow.
         if all(parameter.grad is None for parameter in model.parameters()):

@@ -146,3 +146,23 @@ def test_a_learning_rate_by_validation_reaches_averaged_sgd(text, tmp_path):
     assert rates("whole", ["--max-epoch", 7]) == expected
     ends = [["--max-epoch", epoch] for epoch in (1, 2, 3, 4, 5)]
     assert rates("resumed", *ends, ["--max-update", 75], ["--max-epoch", 7]) == [*expected[:6], *expected[5:]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("epoch, averages", [(0, True), (1, False)])
+def test_averaging_from_the_start_begins_in_mid_epoch_after_another_optimizer(epoch, averages, text, tmp_path):
+    """A checkpoint of Adam within epoch 1: with --averaging-epoch 0 each later update is averaged."""
+    adam = ["--optimizer", "adam", "--lr", 0.01, "--max-update", 4]
+    run("train", *lm_args(text, tmp_path / "adam", *adam, "--seed", 3))
+    before = ["--restore-file", tmp_path / "adam" / "checkpoint_last.pt", "--reset-optimizer"]
+    more = [*before, "--averaging-epoch", epoch, "--max-update", 7, "--seed", 3]
+    run("train", *lm_args(text, tmp_path / "asgd", *more))
+    checkpoint = torch.load(tmp_path / "asgd" / "checkpoint_last.pt", weights_only=True)
+    iterator = checkpoint["extra_state"]["train_iterator"]
+    assert (iterator["epoch"], iterator["iterations_in_epoch"]) == (1, 4 + 7)
+    optimizer = checkpoint["last_optimizer_state"]
+    assert optimizer["phase"] == ("asgd" if averages else "sgd")
+    if averages:
+        assert {state["step"].item() for state in optimizer["optimizer"]["state"].values()} == {7}
+        embedding = checkpoint["model"]["decoder.embed_tokens.weight"]
+        assert not torch.equal(embedding, optimizer["raw"][0]), "the model holds the average, not the raw weights"

@@ -96,6 +96,21 @@ def test_compiled_and_exported(name):
     torch.testing.assert_close(exported(features.detach()), layer(features.detach()))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_exported_with_a_dynamic_batch_size(name, inference):
+    """Under torch.no_grad() the fused inference of mos and mixtape fixes the size: docs/output_layers.md says eager."""
+    export = pytest.importorskip("torch.export")
+    layer = build(name, output_impl="eager" if inference else "auto").eval()
+    batches = ({0: export.Dim("batch")},)
+    with torch.set_grad_enabled(not inference):
+        exported = export.export(layer, (torch.randn(2, 3, D, dtype=torch.float64),), dynamic_shapes=batches).module()
+        features = torch.randn(5, 3, D, dtype=torch.float64)
+        torch.testing.assert_close(exported(features), layer(features))
+
+
 def test_fused_is_refused_where_there_is_no_fused_loss(monkeypatch):
     class Plain(OUTPUT_LAYERS["softmax"]):
         fused_loss = OutputLayer.fused_loss
