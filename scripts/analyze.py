@@ -316,7 +316,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     command = commands.choices["predictions"]
     command.add_argument("--top", type=int, default=5, metavar="K", help="how many words (default: %(default)s)")
-    command.add_argument("--at", nargs="+", default=[], metavar="LINE:WORD", help="positions, both from 1")
+    command.add_argument(
+        "--at", nargs="+", action="extend", default=[], metavar="LINE:WORD", help="positions, both from 1"
+    )
     command.add_argument("--random", type=int, default=0, metavar="N", help="as many positions, drawn from --seed")
     command.add_argument("--seed", type=int, help="of --random (default: 1)")
     command.add_argument("--search", nargs=2, metavar=("A", "B"), help="where A's loss is most below B's (two DIRs)")

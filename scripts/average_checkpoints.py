@@ -107,7 +107,7 @@ def save(state: dict, path: str) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--inputs", nargs="+", metavar="FILE", help="the checkpoints")
+    which.add_argument("--inputs", nargs="+", action="extend", metavar="FILE", help="the checkpoints")
     which.add_argument("--last", nargs=2, metavar=("N", "DIR"), help="the last N checkpoints of a training's folder")
     parser.add_argument("--by", choices=list(PATTERNS), help="--last: checkpoints of epochs (default) or of updates")
     parser.add_argument("--output", required=True, metavar="FILE", help="the checkpoint to write")

@@ -109,7 +109,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--ended", action="store_true", help="only trainings that came to their end")
     parser.add_argument(
-        "--page", nargs="+", type=Path, metavar="FILE", help="make the tables of these pages anew, and nothing else"
+        "--page",
+        nargs="+",
+        action="extend",
+        type=Path,
+        metavar="FILE",
+        help="make the tables of these pages anew, and nothing else",
     )
     parser.add_argument("--overview", type=Path, metavar="FILE", help="one table out of several of --groups-csv")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table here")

@@ -211,6 +211,7 @@ adapt() { # adapt DATASET FLAG...: the test text by --dynamic and --cache with t
   for script in ${dynamic:+dynamic_evaluation} ${cache:+cache_pointer}; do
     python "$root/scripts/$script.py" "$data" --dataset "$dataset" "$@" --path "$save/checkpoint_best.pt" --subset test |
       tee "$save/$script.txt.part" || { rm -f "$save/$script.txt.part"; exit 1; }
+    drop_older {valid,test,dynamic_evaluation,cache_pointer}.txt "${analyses[@]}"
     mv "$save/$script.txt.part" "$save/$script.txt"
   done
 }

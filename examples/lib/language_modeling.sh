@@ -16,8 +16,12 @@ shutil.copyfileobj(archive.open(name), sys.stdout.buffer)' "$1" "$2" 2>/dev/null
 binarize_text() { # binarize_text FOLDER FLAG...: with the dictionary $dict
   binarize "$1" dict.txt --only-source --srcdict "$dict" "${@:2}"
 }
-dictionary() { # dictionary FLAGS...: $dict, of the texts given, most frequent words first; nothing where --dict gave one
-  [ -z "$dict" ] || return 0
+dictionary() { # dictionary FLAGS...: $dict, that of --dict or one of the texts given, most frequent words first
+  if [ -n "$dict" ]; then
+    copy "$dict" "$text/given-dict.txt"
+    dict=$text/given-dict.txt
+    return
+  fi
   dict=$text/dict.txt
   [ -f "$dict" ] || python "$root/examples/lib/make_dictionary.py" "$@" --output "$dict"
 }

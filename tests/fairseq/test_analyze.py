@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_refused(trained_language_models, tmp_path, monkeyp
 def test_predictions_of_language_models(trained_language_models, tmp_path, capsys):
     data, folders = trained_language_models
     analyze.main(
-        ["predictions", data, *map(str, folders), "--out", str(tmp_path), "--at", "2:3", "1:1", "--random", "4",
+        ["predictions", data, *map(str, folders), "--out", str(tmp_path), "--at", "2:3", "--random", "4", "--at", "1:1",
          "--search", "lm.mos", f"{folders[0]}/", "--top", "3", "--cpu"]
     )  # fmt: skip
     printed = capsys.readouterr().out

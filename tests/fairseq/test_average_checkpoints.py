@@ -50,7 +50,7 @@ def load(path):
 
 def test_mean_by_hand(tmp_path):
     paths = [save(tmp_path / f"checkpoint{i}.pt") for i in (1, 2, 3)]
-    script.main(["--inputs", *paths, "--output", str(tmp_path / "average.pt")])
+    script.main(["--inputs", *paths[:2], "--inputs", paths[2], "--output", str(tmp_path / "average.pt")])
     average, models = load(tmp_path / "average.pt"), [load(path)["model"] for path in paths]
     assert average["model"].keys() == models[0].keys()
     for name, value in average["model"].items():

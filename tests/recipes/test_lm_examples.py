@@ -121,13 +121,23 @@ def test_words_to_evaluate_a_model_on(ptb, tmp_path):
         "to evaluate without it, give the --dict of the model's data"
     )
     shutil.rmtree(out)
-    done = run(*args, "--dict", ptb / "dict.txt")
+    dictionary = tmp_path / "dict.txt"
+    shutil.copy(ptb / "dict.txt", dictionary)
+    done = run(*args, "--dict", dictionary)
     assert done.returncode == 0 and "valid 5, test 4" in done.stdout, done.stderr
     assert "not the papers' text" not in done.stderr
     assert "prepare.sh: 40.0% of the tokens of valid are not in the dictionary, and <unk> in the data\n" in done.stderr
     assert "of the tokens of test" not in done.stderr
     assert decoded(out, "valid") == [["</s>"], ["<unk>", "the", "<unk>", "</s>"]]
     assert decoded(out, "test") == [["the", "w1", "</s>"], ["</s>"]]
+
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert run(*args, "--dict", dictionary).returncode == 0
+    dictionary.write_text("w1 2\nthe 1\n")  # of another model
+    assert mistake(*args, "--dict", dictionary) == (
+        f"prepare.sh: {out} was prepared with another {dictionary}; choose another --out or remove it"
+    )
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     assert (out / "dict.txt").read_bytes() == (ptb / "dict.txt").read_bytes()
     assert not (out / "train.bin").exists()
 
@@ -377,6 +387,14 @@ def test_dynamic_evaluation_and_cache(example, tmp_path):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     assert mistake(example, "evaluate.sh", tmp_path, *flags, MIXTAPE_VENV=broken) == "no memory"
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+    for name in ("valid.txt", "test.txt", "dynamic_evaluation.txt", "rank.json"):
+        (tmp_path / name).write_text("of the checkpoint before")
+        os.utime(tmp_path / name, (1, 1))
+    (tmp_path / "predictions.json").write_text("of this one")
+    output(example, "evaluate.sh", tmp_path, "--data", tmp_path, "--cache", MIXTAPE_VENV=venv)
+    kept = {path.name for path in tmp_path.iterdir() if path.is_file()}
+    assert kept == {"dict.txt", "checkpoint_best.pt", "cache_pointer.txt", "predictions.json"}
 
 
 def test_train_and_evaluate_refuse_mistakes(tmp_path):

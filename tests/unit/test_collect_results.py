@@ -288,6 +288,11 @@ def test_a_page_gets_its_tables(folder, tmp_path, monkeypatch):
     collect_results.main(["--page", "page.md"])
     filled = block.format("\n| seed | valid ppl |\n| --- | --- |\n| 7 | 200.50 |\n")
     assert page.read_text() == f"# `<!-- collect_results.py …`\n{filled}\ntext\n{filled}\n"
+    pages = [tmp_path / name for name in ("first.md", "second.md")]
+    for each in pages:
+        each.write_text(block.format(""))
+    collect_results.main(["--page", "first.md", "--page", "second.md"])
+    assert [each.read_text() for each in pages] == [filled, filled]
     before = page.read_text().replace("one --", "two --")
     page.write_text(before)
     with pytest.raises(UserError, match="two is no folder"):
