@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from conftest import USER_DIR
 from fairseq import options
 from fairseq.data import Dictionary
 from fairseq.tokenizer import tokenize_line
+from real_data import real_path
 from recipes import (
     HEADER,
     PRINT,
@@ -200,12 +200,11 @@ def test_downloads_are_checked(ptb_text, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("MIXTAPE_DATA" not in os.environ, reason="MIXTAPE_DATA does not name the folder of real data")
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
 def test_penn_treebank_itself(tmp_path):
     """As if downloaded, the first half by an earlier run."""
     for split in SPLITS:
-        with gzip.open(Path(os.environ["MIXTAPE_DATA"]) / "ptb" / f"ptb.{split}.txt.gz") as file:
+        with gzip.open(real_path(f"ptb/ptb.{split}.txt.gz")) as file:
             (tmp_path / f"ptb.{split}.txt").write_bytes(file.read())
     text = tmp_path / "out" / "text"
     text.mkdir(parents=True)

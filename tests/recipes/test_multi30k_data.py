@@ -2,18 +2,15 @@
 
 import json
 import math
-import os
 import re
 
 import pytest
 import recipes
 import sacrebleu
-from recipes import lines, multi30k_lines, output
+from real_data import real_lines
+from recipes import lines, output
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif("MIXTAPE_DATA" not in os.environ, reason="MIXTAPE_DATA does not name the folder of real data"),
-]
+pytestmark = pytest.mark.slow
 
 
 def prepare(target, bpe, tmp_path):
@@ -23,7 +20,7 @@ def prepare(target, bpe, tmp_path):
     raw = {}
     for split, name, size in (("train", "train", 1000), ("valid", "val", 40), ("test", "test_2016_flickr", 40)):
         for lang in ("en", target):
-            raw[split, lang] = multi30k_lines(f"{name}.{lang}", size)
+            raw[split, lang] = real_lines(f"multi30k/{name}.{lang}", size)
             (folder / f"{name}.{lang}").write_text("\n".join(raw[split, lang]), encoding="utf-8")
     options = ["--from", folder, "--target", target, "--out", data, "--merges", 600, "--bpe", bpe]
     output("multi30k", "prepare.sh", *options)

@@ -19,7 +19,8 @@ import pytest
 import sacrebleu
 import sacremoses
 import torch
-from recipes import HEADER, files, lines, load_script, mistake, multi30k_lines, output, run, start, stub, write_archive
+from real_data import has_real_data, real_lines
+from recipes import HEADER, files, lines, load_script, mistake, output, run, start, stub, write_archive
 from subword_nmt import apply_bpe, learn_bpe
 
 WORDS = {
@@ -505,7 +506,8 @@ ODD = [
 def test_tokens_are_sacremoses(language):
     rng = random.Random(language)
     texts = ["".join(rng.choices(ODD, k=rng.randint(0, 25))) for _ in range(3000)]
-    texts += multi30k_lines(f"train.{language}", 3000)
+    if has_real_data("multi30k"):
+        texts += real_lines(f"multi30k/train.{language}", 3000)
     prepare_parallel.prepare_tokens([language], False)
     assert [prepare_parallel.tokenize(text, 0) for text in texts] == moses(language, texts)
 

@@ -10,11 +10,11 @@ import re
 import shutil
 import sys
 from functools import partial
-from pathlib import Path
 
 import conftest
 import pytest
 import recipes
+from real_data import real_path
 from recipes import ROOT, files, lines, load_script
 
 from mixtape_plugin.errors import UserError
@@ -92,11 +92,10 @@ def test_marks_are_those_of_the_model():
     assert (prepare_dialog.ME, prepare_dialog.OTHER) == (dialog_seq2seq.ME, dialog_seq2seq.OTHER)
 
 
-@pytest.mark.skipif("MIXTAPE_DATA" not in os.environ, reason="MIXTAPE_DATA does not say where the real data are")
 @pytest.mark.parametrize("split, pairs, tokens", [("valid", 5165, 69981), ("test", 5481, 76198)])
 def test_counts_of_the_real_files(split, pairs, tokens, tmp_path):
     path = tmp_path / f"{split}.jsonl"
-    path.write_bytes(gzip.open(Path(os.environ["MIXTAPE_DATA"]) / "switchboard" / f"{split}.jsonl.gz").read())
+    path.write_bytes(gzip.open(real_path(f"switchboard/{split}.jsonl.gz")).read())
     found = [pair for dialog in prepare_dialog.read_dialogs(path) for pair in prepare_dialog.pairs(dialog)]
     assert len(found) == pairs
     assert sum(len(response) + 1 for _, response in found) == tokens  # with </s>
@@ -222,15 +221,13 @@ def test_prepare_downloads(corpus, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("MIXTAPE_DATA" not in os.environ, reason="MIXTAPE_DATA does not say where the real data are")
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
 def test_prepare_downloads_the_real_files(corpus, tmp_path):
     """Goes on with a part, takes what has the right id, and does without the references."""
     web, out = tmp_path / "web" / "json_data", tmp_path / "out"
     web.mkdir(parents=True)
     for split in ("valid", "test"):
-        path = Path(os.environ["MIXTAPE_DATA"]) / "switchboard" / f"{split}.jsonl.gz"
-        (web / f"{split}.jsonl").write_bytes(gzip.open(path).read())
+        (web / f"{split}.jsonl").write_bytes(gzip.open(real_path(f"switchboard/{split}.jsonl.gz")).read())
     (out / "text").mkdir(parents=True)
     (out / "text" / "valid.jsonl.part").write_bytes((web / "valid.jsonl").read_bytes()[:1000])
     args = ["--train", corpus / "train.jsonl.gz", "--out", out, "--workers", 1]

@@ -1,9 +1,7 @@
 """The scripts of examples/, run as a user does, and what the tests of them share."""
 
-import gzip
 import importlib.util
 import io
-import itertools
 import os
 import subprocess
 import sys
@@ -151,12 +149,3 @@ def write_archive(path, content, *more):
         for member in more:
             archive.addfile(member)
     return path
-
-
-def multi30k_lines(name, count=None):
-    """The first lines of a file of Multi30k, where MIXTAPE_DATA says it is; nothing elsewhere."""
-    if "MIXTAPE_DATA" not in os.environ:
-        return []
-    path = Path(os.environ["MIXTAPE_DATA"]) / "multi30k" / f"{name}.gz"
-    with gzip.open(path, "rt", encoding="utf-8", newline="\n") as file:
-        return [line.rstrip("\n") for line in itertools.islice(file, count)]

@@ -4,12 +4,9 @@ n tokens, B columns, T steps of a segment, R processes.
 """
 
 import collections
-import gzip
 import logging
 import math
-import os
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +14,7 @@ import reference_lm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from real_data import real_lines
 
 from mixtape_plugin.data.bptt_dataset import BpttDataset, TokenStream, draw_segment_lengths
 from mixtape_plugin.errors import UserError
@@ -245,7 +243,6 @@ def test_segments_that_do_not_fit_the_text_are_refused(lengths):
         BpttDataset(build_stream(20), 2, lengths)
 
 
-@pytest.mark.skipif("MIXTAPE_DATA" not in os.environ, reason="MIXTAPE_DATA does not name the folder of real data")
 @pytest.mark.parametrize("length", [7, 35, 70])
 @pytest.mark.parametrize(
     "text, columns, count",
@@ -257,8 +254,7 @@ def test_segments_that_do_not_fit_the_text_are_refused(lengths):
     ],
 )
 def test_every_target_of_the_papers_texts_is_predicted_once(text, columns, count, length):
-    with gzip.open(Path(os.environ["MIXTAPE_DATA"]) / f"{text}.txt.gz", "rt", encoding="utf-8") as file:
-        tokens = sum(len(line.split()) + 1 for line in file)  # with </s>
+    tokens = sum(len(line.split()) + 1 for line in real_lines(f"{text}.txt"))  # with </s>
     segments = BpttDataset(build_stream(tokens), columns, length)
     targets = torch.cat([segments[i]["target"].flatten() for i in range(len(segments))])
     targets = targets[targets != PAD]

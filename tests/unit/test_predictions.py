@@ -1,15 +1,13 @@
 """Positions of a text, the likeliest words there, and the papers' positions in the Penn Treebank."""
 
-import gzip
 import math
-import os
 from itertools import accumulate, chain
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_dictionary
 from fairseq.data import Dictionary
+from real_data import real_lines
 
 from mixtape_plugin.analysis.predictions import (
     WORDS_AROUND,
@@ -131,11 +129,9 @@ def test_positions_of_the_papers_are_of_one_text():
         paper_positions(long)
 
 
-@pytest.mark.skipif("MIXTAPE_DATA" not in os.environ, reason="MIXTAPE_DATA does not name the folder of real data")
 def test_positions_of_the_papers_are_in_the_penn_treebank():
     """The references of Yang et al.'s C.4, and that all 18 are words of the text."""
-    with gzip.open(Path(os.environ["MIXTAPE_DATA"]) / "ptb" / "ptb.test.txt.gz", "rt", encoding="utf-8") as file:
-        lines = [line.split() for line in file]
+    lines = [line.split() for line in real_lines("ptb/ptb.test.txt")]
     dictionary, tokens, starts = Dictionary(), [], [0]
     for line in lines:
         tokens += [*map(dictionary.add_symbol, line), dictionary.eos()]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import sacrebleu
-from recipes import load_script, multi30k_lines
+from real_data import real_lines
+from recipes import load_script
 
 from mixtape_plugin.errors import UserError
 
@@ -159,10 +159,9 @@ def test_quotes_at_a_lines_end_and_abbreviations_are_as_in_moses():
     assert row["score"] == pytest.approx(100)
 
 
-@pytest.mark.skipif("MIXTAPE_DATA" not in os.environ, reason="MIXTAPE_DATA does not name the folder of real data")
 @pytest.mark.parametrize("lang", ["de", "fr"])
 def test_lower_cased_tokens_are_those_of_multi30k(lang):
-    raw, theirs = (multi30k_lines(f"test_2016_flickr.{kind}{lang}") for kind in ("", "lc.norm.tok."))
+    raw, theirs = (real_lines(f"multi30k/test_2016_flickr.{kind}{lang}") for kind in ("", "lc.norm.tok."))
     assert len(raw) == 1000
     rows = score_script.score(raw, [raw], lang, lower_cased_tokens=theirs)
     (row,) = [row for row in rows if row["metric"] == "BLEU lower-cased tokens"]

@@ -1,15 +1,13 @@
 """Word similarity against scipy, by hand, and by the number of pairs that the paper skips on real data."""
 
-import gzip
 import math
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import make_dictionary
 from fairseq.data import Dictionary
+from real_data import real_lines, real_path
 from scipy import stats
 
 from mixtape_plugin.analysis.word_similarity import SETS, read_folder, read_pairs, similarity, spearman, wins
@@ -22,16 +20,14 @@ SKIPPED = {
 }
 
 
-@pytest.mark.parametrize("text, file", [("ptb", "ptb.train.txt.gz"), ("wikitext2", "wiki.train.txt.gz")])
-@pytest.mark.skipif("MIXTAPE_DATA" not in os.environ, reason="MIXTAPE_DATA does not name the folder of real data")
+@pytest.mark.parametrize("text, file", [("ptb", "ptb.train.txt"), ("wikitext2", "wiki.train.txt")])
 def test_as_many_pairs_are_skipped_as_in_the_paper(text, file):
-    data = Path(os.environ["MIXTAPE_DATA"])
+    sets = read_folder(real_path("word_similarity"))
     dictionary = Dictionary()
-    with gzip.open(data / text / file, "rt", encoding="utf-8") as lines:
-        for word in {word for line in lines for word in line.split()}:
-            dictionary.add_symbol(word)
+    for word in {word for line in real_lines(f"{text}/{file}") for word in line.split()}:
+        dictionary.add_symbol(word)
     embedding = torch.randn(len(dictionary), 4)
-    found = {name: similarity(embedding, dictionary, p) for name, p in read_folder(data / "word_similarity").items()}
+    found = {name: similarity(embedding, dictionary, pairs) for name, pairs in sets.items()}
     assert list(found) == list(SETS)
     assert tuple(result.skipped for result in found.values()) == SKIPPED[text]
     assert found["EN-WS-353-ALL"].pairs == 353 - SKIPPED[text][0]
