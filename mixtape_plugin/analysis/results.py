@@ -109,6 +109,7 @@ def train_perplexity(records: Iterable[tuple], several_shards: bool) -> float | 
         kept = [r["ppl"] for r in inner if r["num_updates"] > last_update - LAST_UPDATES]
         return statistics.geometric_mean(kept) if kept else None
     valid = [(r["ppl"], r["epoch"]) for name, r in records if name == "valid" and {"ppl", "epoch"} <= {*r}]
+    valid = [(ppl, epoch) for ppl, epoch in valid if not math.isnan(ppl)]  # which min() would keep where it comes first
     train = {r["epoch"]: r["ppl"] for name, r in records if name == "train" and {"ppl", "epoch"} <= {*r}}
     best = min((v for v in valid if v[1] in train), default=None)
     return train[best[1]] if best else None

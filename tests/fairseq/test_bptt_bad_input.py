@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 import torch
-from conftest import USER_DIR, run
+from conftest import USER_DIR, make_dictionary, run
 from fairseq import options, tasks
+from fairseq.data import indexed_dataset
 from recipes import files
 from toy_text import evaluate, lm_args, toy_text, trained_on_toy_text  # noqa: F401
 
@@ -92,6 +93,28 @@ def test_empty_text(text, tmp_path):
     )
     with pytest.raises(UserError, match="train.bin holds no (line|sentence)"):
         run("train", *lm_args(tmp_path, tmp_path / "save", "--disable-validation"))
+
+
+@pytest.mark.parametrize(
+    "symbol, more, way_out",
+    [
+        ("<pad>", [], "mend the text or its dictionary$"),
+        ("madeupword0000", [], "mend the text or its dictionary$"),
+        ("<unk>", ["--remove-eos"], "mend the text or its dictionary, or leave out --remove-eos$"),
+    ],
+)
+def test_a_text_with_a_symbol_that_cannot_be_predicted_is_refused(symbol, more, way_out, tmp_path):
+    """Its targets would be counted as less or more than they are."""
+    dictionary = make_dictionary(25)
+    dictionary.finalize(padding_factor=8)  # 32 entries, some of them madeupword…
+    dictionary.save(str(tmp_path / "dict.txt"))
+    builder = indexed_dataset.make_builder(str(tmp_path / "valid.bin"), "mmap", vocab_size=len(dictionary))
+    builder.add_item(torch.tensor([5, dictionary.index(symbol), 6, dictionary.eos()]))
+    builder.finalize(str(tmp_path / "valid.idx"))
+    args = list(map(str, lm_args(tmp_path, tmp_path, *more)))
+    task = tasks.setup_task(options.parse_args_and_arch(options.get_training_parser(), args))
+    with pytest.raises(UserError, match=f"valid holds 1 {symbol}, which the model cannot predict: {way_out}"):
+        task.load_dataset("valid")
 
 
 def test_no_batch_size(text, tmp_path):

@@ -6,13 +6,14 @@ import sys
 
 import pytest
 import torch
-from conftest import parse_log, run, start
+from conftest import make_dictionary, parse_log, run, start
 from recipes import files
 from test_training import KILLED_BEFORE_UPDATE_6, assert_same_parameters, loss_curve
 from toy_text import lm_args, toy_text, trained_on_toy_text  # noqa: F401
 
 from mixtape_plugin.errors import UserError
 from mixtape_plugin.optim.nt_asgd import NTASGD
+from mixtape_plugin.tasks.bptt_language_modeling import BpttLanguageModelingConfig, BpttLanguageModelingTask
 
 # The history of the toy training does not matter here: the trigger is forced by its epoch, or by validation.
 RESUMES = {
@@ -38,6 +39,13 @@ def test_resume_after_a_kill_in_mid_epoch_equals_an_uninterrupted_run(phase, tex
     assert loss_curve(parse_log(stdout), resumed) == loss_curve(uninterrupted)
     assert resumed["valid"][-1]["valid_loss"] == uninterrupted["valid"][-1]["valid_loss"]
     check_same_checkpoints(tmp_path / "whole", tmp_path / "killed", phase)
+
+
+def test_a_resume_in_mid_epoch_by_another_number_of_processes_is_refused():
+    task = BpttLanguageModelingTask(BpttLanguageModelingConfig(), make_dictionary())
+    task.set_checkpoint_dict({"hidden_states": [], "walk": {}})  # of an epoch's end
+    with pytest.raises(UserError, match="in the middle of an epoch by 2 processes, and cannot be resumed by 1: "):
+        task.set_checkpoint_dict({"hidden_states": [{}, {}], "walk": {}})
 
 
 WALK = {

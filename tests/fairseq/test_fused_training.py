@@ -164,7 +164,7 @@ DRAWS = {
     "context dropout": {"context_dropout": 0.5},
     "locked context dropout": {"context_dropout": 0.5, "locked_context_dropout": True},
     "gate dropout": {"gate_dropout": 0.5},
-    "gate noise": {"gate_noise": 1.0},
+    "gate noise": {"gate_noise": 0.4},
     "all": {"context_dropout": 0.3, "gate_dropout": 0.3, "gate_noise": 0.5},
 }
 CASES_AND_DRAWS = [(case, draw) for case in MIXTURES for draw in DRAWS if "mixtape" in case or "context" in draw]
@@ -239,7 +239,7 @@ def test_draws_have_eagers_distribution(case, draw, grad):
 
 def test_every_frequent_token_has_noise_of_its_own():
     """Tokens with the same parameters, of which only their own noise makes one likelier than another."""
-    layer = build("mixtape without sharing", gate_noise=1.0)
+    layer = build("mixtape without sharing", gate_noise=0.4)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             if name in reference.ROWS:
@@ -249,12 +249,26 @@ def test_every_frequent_token_has_noise_of_its_own():
 
 def test_noise_of_the_rare_tokens_leaves_the_frequent_ones_alone(monkeypatch):
     """Where only frequent tokens can be predicted and their own noise is taken away, no draw is left in the loss."""
-    layer = build("mixtape", masked=tuple(range(S, V)), gate_noise=1.0).train()
+    layer = build("mixtape", masked=tuple(range(S, V)), gate_noise=0.4).train()
     features, target = random_batch(layer, 8)
     assert len({layer.loss(features, target)[0].item() for _ in range(3)}) == 3
-    mix = torch_ops.mix_
-    monkeypatch.setattr(torch_ops, "mix_", lambda leaves, gates, noise, out: mix(leaves, gates, 0.0, out))
+    mix, seen = torch_ops.mix_, set()
+    monkeypatch.setattr(
+        torch_ops, "mix_", lambda leaves, gates, noise, out: seen.add(noise) or mix(leaves, gates, 0.0, out)
+    )
     assert len({layer.loss(features, target)[0].item() for _ in range(3)}) == 1
+    assert seen == {0.4}
+
+
+def test_noise_of_the_rare_tokens_is_as_wide_as_asked_for():
+    layer = build("mixtape", gate_noise=0.4).train()
+    features, _ = random_batch(layer, 5)
+    torch.manual_seed(3)
+    _, prior, _ = layer.factors(features)
+    torch.manual_seed(3)
+    noise = 0.4 * torch.randn(5, layer.num_gates, dtype=torch.float64)
+    expected = reference.tree_priors(torch.sigmoid(layer.gate_shared(features) + noise))
+    torch.testing.assert_close(prior, expected, rtol=1e-12, atol=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------- through fairseq

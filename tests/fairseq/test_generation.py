@@ -133,7 +133,7 @@ def test_a_language_model_beside_it(trained, data, corpus, tmp_path):
 def test_dropout_of_the_layer_is_retained(output_layer, trained, data):
     """--retain-dropout: with all others off, translations differ by the layer's own, from seed to seed."""
     checkpoint = trained(output_layer).checkpoint
-    own = "'dropout': 0, 'attention_dropout': 0, 'activation_dropout': 0, 'context_dropout': 0.9, 'gate_dropout': 0.9"
+    own = "'dropout': 0, 'attention_dropout': 0, 'activation_dropout': 0, 'context_dropout': 0.9"
     args = generate_args(data, checkpoint, "--model-overrides", "{" + own + "}")
     plain, *retained = (
         hypotheses(run("generate", *args, *more).stdout)

@@ -21,6 +21,7 @@ from test_fused_losses import (
     each_smoothing,
     loss_and_gradients,
     random_batch,
+    twin,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -100,6 +101,15 @@ def test_scores_of_mos_in_evaluation_come_in_chunks():
     with torch.no_grad(), mock.patch.object(mixture_of_softmaxes, "chunks", chunks), chunk_bytes(8 * 2 * 4 * V):
         layer(torch.randn(5, D, dtype=torch.float64))
     assert [rows.stop - rows.start for rows in seen] == [2, 2, 1]
+
+
+@each_case
+def test_the_size_of_chunks_changes_nothing_in_evaluation(case):
+    layer = build(case, masked=MASKED).eval()
+    features, _ = random_batch(layer, 2, 5)
+    with torch.no_grad(), chunk_bytes(600):
+        actual, expected = layer.log_probs(features), twin(layer).log_probs(features)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

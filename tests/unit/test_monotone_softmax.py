@@ -107,6 +107,17 @@ def test_plif_of_two_pieces_by_hand():
     assert slope.tolist() == [0.5, 0.5, 0.5, 3, 3, 3, 3]  # on a knot: of the piece above it
 
 
+def test_gradients_of_many_equal_scores_lose_nothing_in_float32():
+    """Where sums in float32 are 1e-3 off."""
+    slopes, scores = torch.rand(9, generator=torch.Generator().manual_seed(0)) + 0.5, torch.full((200_000,), 0.3)
+    found = []
+    for dtype in torch.float32, torch.float64:
+        leaf = slopes.to(dtype).requires_grad_()
+        loss = (0.1 * PiecewiseLinear(leaf, 3.0).value(scores.to(dtype))).sum()
+        found.append(torch.autograd.grad(loss, leaf)[0].double())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_plif_goes_on_as_on_its_end_pieces_however_far(dtype):
     """Beyond 2^63 pieces, too, where a number is too large for an integer."""

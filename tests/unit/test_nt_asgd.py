@@ -418,6 +418,16 @@ def test_the_first_validation_text_alone_decides_about_averaging():
     assert heard == [3.0]
 
 
+def test_averaging_goes_by_the_likelihood():
+    """Not by the loss with label smoothing."""
+    heard, optimizer = [], NTASGD.__new__(NTASGD)
+    optimizer.end_epoch = heard.append
+    task = SimpleNamespace(epoch=1, validations=0, epoch_ended=True, optimizer=optimizer)
+    losses = {"loss": SimpleNamespace(avg=9.0), "nll_loss": SimpleNamespace(avg=3.0)}
+    BpttLanguageModelingTask.post_validate(task, None, {}, losses)
+    assert heard == [3.0]
+
+
 def test_validations_in_the_middle_of_an_epoch_do_not_decide_about_averaging():
     heard, optimizer = [], NTASGD.__new__(NTASGD)
     optimizer.end_epoch = heard.append

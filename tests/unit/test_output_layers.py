@@ -73,6 +73,17 @@ def test_training_equals_reference_with_the_same_draw(name, options):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("option", ["context_dropout", "gate_dropout"])
+def test_each_dropout_is_retained(option):
+    """--retain-dropout, in evaluation."""
+    layer = build("mixtape", **{option: 0.5}).eval()
+    features = torch.randn(N, D, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(layer(features), layer(features))
+        layer.make_generation_fast_(retain_dropout=True)
+        assert not torch.equal(layer(features), layer(features))
+
+
 @pytest.mark.parametrize("name", OUTPUT_LAYERS)
 def test_gradcheck(name):
     layer = build(name, context_dropout=0.4, gate_dropout=0.3, gate_noise=0.5, frequent_ratio=0.5).train()

@@ -18,6 +18,13 @@ def test_a_log_counts_by_its_best_validation_and_its_median_speeds(folder):
     assert (row["tokens/s"], row["s an epoch"]) == (1000, 60)
 
 
+def test_perplexity_in_training_is_of_the_epoch_of_the_best_validation(folder):
+    """Also where the first validation gave no number."""
+    log = start() + epoch(1, 10, "nan").replace("6.17", "99.0") + epoch(2, 20, 70).replace("6.17", "5.5")
+    row, _ = collect(folder(train_log=log + epoch(3, 30, 75) + DONE))
+    assert (row["valid ppl"], row["train ppl"]) == (70, 5.5)
+
+
 def test_settings_of_a_layer_are_told_apart(tmp_path):
     """Frozen slopes are another model: its seeds are no seeds of PLIF."""
     for layer, name in (
