@@ -66,7 +66,9 @@ def _check_mmap_dataset(path: str, header: bytes, dictionary) -> None:
     size = os.path.getsize(data_file)
     if size != promised:
         raise UserError(f"{data_file} has {size:,} bytes where {index_file} promises {promised:,}: {PREPROCESS_AGAIN}")
-    if dictionary is None or size == 0:
+    if size == 0:
+        raise UserError(f"{data_file} holds no token: check the text that it was made from and {PREPROCESS_AGAIN}")
+    if dictionary is None:
         return
     ids = np.memmap(data_file, dtype, mode="r")
     if ids.min() < 0 or ids.max() >= len(dictionary):

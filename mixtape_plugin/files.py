@@ -146,15 +146,18 @@ def process_lives(pid: int) -> bool:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """UTF-8 text, whole or not at all; raises OSError as :func:`write_whole` does."""
-    write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
+    """UTF-8 text, whole or not at all; raises OSError as :func:`write_whole` does.
+
+    What UTF-8 has not, the bytes of a file's name in another encoding, is written as backslashes and digits.
+    """
+    write_whole(path, lambda part: part.write_text(text, encoding="utf-8", errors="backslashreplace"))
 
 
 def write_csv(path: str | Path, columns: Sequence[str], rows: Iterable[dict]) -> None:
     """A line for the names of the columns and one for each row, which is a dictionary."""
 
     def write(part):
-        with open(part, "w", newline="", encoding="utf-8") as file:
+        with open(part, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
             writer = csv.DictWriter(file, columns, lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
@@ -170,6 +173,7 @@ def read_csv(path: str | Path, columns: Iterable[str], otherwise: str) -> list[d
             which ``otherwise`` says what to do; a name stands twice; a row has other cells than the first line.
     """
     text = "".join(read_lines(path))
+    csv.field_size_limit(sys.maxsize)  # the curve of a training with many validations is longer than Python's limit
     try:
         reader = csv.DictReader(io.StringIO(text, newline=""))
         rows = list(reader)

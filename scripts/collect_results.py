@@ -52,6 +52,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import math
 import os
 import shlex
 import sys
@@ -263,9 +264,15 @@ def all_rows(folders: Sequence[str]) -> list[dict]:
             rows.append(row)
         else:
             print(f"collect_results.py: {row['folder']} is given twice; the last one counts", file=sys.stderr)
-            rows[place] = row
+            rows[place] = with_notes(row, rows[place])
         places.update(dict.fromkeys(keys, place))
     return rows
+
+
+def with_notes(row: dict, earlier: dict) -> dict:
+    """The row with the text of columns that somebody added to its earlier one, in a CSV file."""
+    notes = {name: value for name, value in earlier.get("analyses", {}).items() if isinstance(value, str)}
+    return {**row, **notes, "analyses": {**row.get("analyses", {}), **notes}} if notes else row
 
 
 def split_columns(text: str, known: Sequence[str]) -> list[str]:
@@ -365,11 +372,15 @@ def save_groups(path: str | Path, lines: Sequence[dict]) -> None:
 
 
 def save_plot(path: str | Path, found: Sequence[Group], speeds: dict[tuple, float] | None) -> None:
-    found = [replace(group, rows=[row for row in group.rows if row["curve"]]) for group in found]
+    found = [replace(group, rows=list(filter(has_curve, group.rows))) for group in found]
     found = [group for group in found if group.rows]
     if not found:
-        raise UserError(f"--plot {path} has nothing to show: none of the logs has a validation")
+        raise UserError(f"--plot {path} has nothing to show: none of the logs has a validation that gave a number")
     draw_curves(path, found, speeds)
+
+
+def has_curve(row: dict) -> bool:
+    return any(map(math.isfinite, row["curve"].values()))
 
 
 if __name__ == "__main__":

@@ -141,14 +141,20 @@ evaluate_translation() {
   local tokens=$data/text/lower-cased-tokens.test.$1
   [ ! -f "$tokens" ] || references+=(--lower-cased-tokens "$tokens")
 
-  local before="" made=(test.hyp score.{txt,json})
+  local before="" now made=(test.hyp score.{txt,json})
   local of_this=(test-perplexity.txt "${analyses[@]}" {test,valid}.hyp {,valid-}score.{txt,json} lenpen{,.json})
   [ -z "$valid" ] || made+=(valid.hyp valid-score.{txt,json})
   [ -z "$tune_lenpen" ] || made+=(lenpen{,.json})
-  [ ! -f "$save/average.pt" ] || before=$(checksum md5 "$save/average.pt")
+  # average.md5 is of the average that the files here belong to: average.pt may be a later one, of a run that was killed.
+  if [ -f "$save/average.md5" ]; then
+    before=$(cat "$save/average.md5")
+  elif [ -f "$save/average.pt" ]; then
+    before=$(checksum md5 "$save/average.pt")
+  fi
   python "$root/scripts/average_checkpoints.py" --last "${last:-$2}" "$save" --by "$3" --output "$save/average.pt"
-  [ -n "$before" ] && [ "$(checksum md5 "$save/average.pt")" = "$before" ] || # else they are of another model
-    (cd "$save" && rm -rf "${of_this[@]}")
+  now=$(checksum md5 "$save/average.pt")
+  [ -n "$before" ] && [ "$now" = "$before" ] || (cd "$save" && rm -rf "${of_this[@]}") # they are of another model
+  echo "$now" >"$save/average.md5"
   validation average.pt test validate.log "${flags[@]}" # fails with another dictionary, before what is there is lost
   show test-perplexity.txt
   (cd "$save" && rm -rf "${made[@]}")

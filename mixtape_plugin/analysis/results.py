@@ -274,11 +274,10 @@ def read_rows(path: str | Path) -> list:
             raise UserError(f"{path}: {CURVE!r} of {line['folder']} is no list of UPDATES:PERPLEXITY") from None
         signatures = {name for name in row if name.endswith(" signature")}
         scores = {name[: -len(" signature")] for name in signatures}
-        figures = {
-            name: row[name] for name in row if isinstance(row[name], (int, float)) and name not in known | scores
-        }
-        if figures:
-            row["analyses"] = figures
+        others = known | scores | signatures
+        own = {name: row[name] for name in line if name not in others and row[name] not in (None, UNREADABLE)}
+        if own:  # of analyses, or somebody's notes
+            row["analyses"] = own
         rows.append({name: value for name, value in row.items() if value is not None or name not in signatures})
     return rows
 

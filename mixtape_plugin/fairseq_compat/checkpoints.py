@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import pickle
+import platform
 import re
 import shutil
 import tarfile
@@ -91,6 +92,11 @@ def unpack_archives_into_their_folder() -> None:
 
     class Archive(tarfile.TarFile):
         def extractall(self, path):
+            if not hasattr(tarfile, "data_filter"):
+                raise UserError(
+                    f"archive {self.name} is not unpacked: Python {platform.python_version()} cannot keep its members "
+                    "inside their folder, a later patch of it can; unpack it yourself, and give the folder"
+                )
             try:
                 super().extractall(path, filter="data")
             except getattr(tarfile, "FilterError", ()) as error:
@@ -224,13 +230,16 @@ def begin_other_parameters_anew(
     layer has and the checkpoint's has not, or has in another shape; a line of the log names them.
 
     So a network with one output layer, or fairseq's own Transformer, can go on with another. Of the rest of the network
-    all must be there.
+    all must be there. An output embedding that is tied to the input's in the model has the values of the latter.
 
     Args:
         path: of the checkpoint.
         weights: name -> value, changed in place.
         model: what is trained.
         averages: of the weights (``--store-ema``), None where there is none; changed in the same way.
+
+    Raises:
+        UserError: embeddings that are one in the model are several in the checkpoint.
     """
     layer = find_output_layer(model)
     if layer is None:
@@ -238,18 +247,40 @@ def begin_other_parameters_anew(
     prefix = prefix_of(layer, model)
     wanted = {prefix + name: value for name, value in layer.state_dict().items()}
     saved = {name: value for name, value in weights.items() if name.startswith(prefix)}
+    tied = tied_to_the_rest(model, prefix)
     kept = {name for name, value in saved.items() if name in wanted and value.shape == wanted[name].shape}
-    anew = [name for name in wanted if name not in kept]
+    replaced = []
+    for name, others in tied.items():
+        found = [weights[other] for other in others if other in weights]
+        if not all(torch.equal(found[0], other) for other in found):
+            raise UserError(
+                f"{path} holds different {' and '.join(others)}, which --share-all-embeddings makes one: leave it out"
+            )
+        if found and name in saved and not torch.equal(saved[name], found[0]):
+            replaced.append(f"{name[len(prefix) :]}, which is tied, becomes {others[0]}")
+    anew = [name for name in wanted if name not in kept and name not in tied]
     for values in (weights, *filter(None, averages)):
         for name in saved.keys() - kept:
             values.pop(name, None)
         values.update((name, wanted[name].detach().cpu().clone()) for name in anew)
-    if anew or len(kept) < len(saved):
+        values.update((name, values[others[0]]) for name, others in tied.items() if others[0] in values)
+    if anew or replaced or saved.keys() - kept - tied.keys():
         names = ", ".join(name[len(prefix) :] for name in anew) or "nothing"
         logger.warning(
             f"{path} begins a training with --output-layer {layer.config.output_layer}; of its parameters these begin "
-            f"anew: {names}"
+            f"anew: {'; '.join([names, *replaced])}"
         )
+
+
+def tied_to_the_rest(model: BaseFairseqModel, prefix: str) -> dict[str, list[str]]:
+    """The parameters whose names begin with ``prefix`` and that others are one with, and the names of those."""
+    parameters = model.state_dict(keep_vars=True)
+    tied = {}
+    for name, value in parameters.items():
+        others = [other for other in parameters if parameters[other] is value and not other.startswith(prefix)]
+        if name.startswith(prefix) and others:
+            tied[name] = others
+    return tied
 
 
 def copy_checkpoints_whole() -> None:

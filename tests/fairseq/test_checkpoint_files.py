@@ -73,6 +73,15 @@ def test_an_archive_stays_in_its_folder(tmp_path, monkeypatch, member):
     assert not list(tmp_path.rglob("evil"))
 
 
+def test_an_archive_that_cannot_be_kept_in_its_folder_is_refused(tmp_path, monkeypatch):
+    """By Python 3.11.0 to 3.11.3, among others."""
+    archive = tmp_path / "model.tar.gz"
+    tarfile.open(archive, "w:gz").close()
+    monkeypatch.delattr(tarfile, "data_filter")
+    with pytest.raises(UserError, match=f"archive {archive} is not unpacked: Python 3.* cannot keep its members"):
+        file_utils.load_archive_file(str(archive))
+
+
 def test_what_options_are_evaluated():
     assert evaluate_value("[(512, 3)] * 2 + [(1, -2)]") == [(512, 3), (512, 3), (1, -2)]
     assert evaluate_value("(0.9, 0.98)") == (0.9, 0.98)

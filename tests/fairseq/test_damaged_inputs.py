@@ -50,6 +50,22 @@ def written(tmp_path):
     return path, ["symbol"] * 28
 
 
+def test_a_negative_id_is_refused(tmp_path):
+    builder = indexed_dataset.MMapIndexedDatasetBuilder(f"{tmp_path}/train.bin", dtype=np.int32)
+    builder.add_item(torch.tensor([4, -1, 2]))
+    builder.finalize(f"{tmp_path}/train.idx")
+    with pytest.raises(UserError, match="train.bin holds the id -1, and its dictionary has 28 symbols"):
+        data_utils.load_indexed_dataset(f"{tmp_path}/train", ["symbol"] * 28)
+
+
+def test_sentences_without_a_token_are_refused(tmp_path):
+    builder = indexed_dataset.make_builder(f"{tmp_path}/train.bin", "mmap", vocab_size=28)
+    builder.add_item(torch.tensor([]))
+    builder.finalize(f"{tmp_path}/train.idx")
+    with pytest.raises(UserError, match="train.bin holds no token: check the text that it was made from and run fairs"):
+        data_utils.load_indexed_dataset(f"{tmp_path}/train", ["symbol"] * 28)
+
+
 @pytest.mark.parametrize("impl", [None, "mmap", "cached"])
 @pytest.mark.parametrize("content", [b"", b"MMIDIDY", b"no index at all, but long enough"])
 def test_idx_that_is_no_index(impl, content, written):

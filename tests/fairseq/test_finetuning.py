@@ -123,6 +123,36 @@ def test_finetuning_from_another_shape(caplog):
     assert not caplog.records
 
 
+TIED = {"share_decoder_input_output_embed": True}
+
+
+@pytest.mark.parametrize("before", [{"output_layer": "mos", "output_embed_dim": 12}, {"output_layer": "softmax"}])
+def test_a_tied_output_embedding_becomes_the_trained_input_embedding(before, caplog):
+    """Where the checkpoint's was not tied, of another shape or of the same."""
+    old, new = build_model(**before), build_model(output_layer="softmax", **TIED)
+    weights = dict(old.state_dict())
+    begin_other_parameters_anew("old.pt", weights, new)
+    new.load_state_dict(weights, strict=True)
+    for name, parameter in old.named_parameters():
+        if "output_projection" not in name:
+            assert torch.equal(new.state_dict()[name], parameter), name
+    (record,) = caplog.records
+    assert record.message.endswith("begin anew: nothing; weight, which is tied, becomes decoder.embed_tokens.weight")
+    caplog.clear()
+    begin_other_parameters_anew("new.pt", dict(new.state_dict()), new)
+    assert not caplog.records
+
+
+def test_embeddings_that_become_one_have_to_be_alike():
+    old, new = (
+        build_model(output_layer="softmax", **TIED),
+        build_model(output_layer="softmax", share_all_embeddings=True),
+    )
+    sentence = "old.pt holds different encoder.embed_tokens.weight and decoder.embed_tokens.weight, which --share-all-"
+    with pytest.raises(UserError, match=sentence):
+        begin_other_parameters_anew("old.pt", dict(old.state_dict()), new)
+
+
 def test_every_option_that_differs_is_said(caplog):
     """Where the layer is another one, its options say nothing."""
     options = {"output_layer": "gss", "gss_c": -1.0, "gss_k": 3.0}

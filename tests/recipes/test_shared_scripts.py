@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 from recipes import ROOT, machine, mistake, output, run, stub, tools, write_archive
@@ -85,6 +86,30 @@ def test_analyses_of_another_average_go(tmp_path):
     venv = stub(tmp_path / "venv", python="", fairseq_validate="echo no memory; exit 1")
     assert mistake("wmt14_en_de", "evaluate.sh", tmp_path, "--data", tmp_path, MIXTAPE_VENV=venv).endswith("no memory")
     assert not [name for name in ANALYSES if (tmp_path / name).exists()]
+
+
+def test_what_a_killed_run_left_is_of_another_average(tmp_path):
+    """Killed between its average and all that it makes of it; what belongs to the average stays."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "raw.test.de").write_text("a\n")
+    of_average = ["valid.hyp", "valid-score.json", *ANALYSES]
+
+    def evaluate(content, fails=True):
+        script = (
+            f'case "$1" in */average_checkpoints.py) echo {content} >{tmp_path}/average.pt; exit {int(fails)};; esac'
+        )
+        python = f'{script}; exec "{sys.executable}" "$@"'
+        folder = tmp_path / f"{content}.{fails}"
+        venv = stub(folder, python=python, fairseq_validate="echo no memory; exit 1") if not folder.exists() else folder
+        assert run("wmt14_en_de", "evaluate.sh", tmp_path, "--data", tmp_path, MIXTAPE_VENV=venv).returncode == 1
+        return [name for name in of_average if (tmp_path / name).exists()]
+
+    evaluate("one", fails=False)
+    for name in of_average:
+        (tmp_path / name).write_text("")
+    assert evaluate("one", fails=False) == of_average
+    assert evaluate("two", fails=True) == of_average
+    assert evaluate("two", fails=False) == []
 
 
 def test_analyses_of_an_earlier_checkpoint_go(tmp_path):

@@ -11,6 +11,7 @@ from fairseq.models.transformer import TransformerModel
 from fairseq.modules import FairseqDropout
 from omegaconf import OmegaConf
 
+from mixtape_plugin.errors import UserError
 from mixtape_plugin.fairseq_compat.command_line import check_option_names
 from mixtape_plugin.models import transformer
 from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig
@@ -220,6 +221,13 @@ def test_activation_checkpointing_of_relative_positions_changes_no_gradient():
         counts.append(len(calls))
     torch.testing.assert_close(*gradients)
     assert counts == [4, 4 + 8], "each layer once more, in the backward pass"
+
+
+@pytest.mark.parametrize("name", ["cross_self_attention", "encoder_xformers_att_config", "decoder_xformers_att_config"])
+def test_an_attention_without_relative_positions_is_refused(name):
+    sentence = f"--{name.replace('_', '-')} x does not go with --max-relative-position 3: use --max-relative-position 0"
+    with pytest.raises(UserError, match=sentence):
+        build_small_model(max_relative_position=3, **{name: "x"})
 
 
 def test_heads_and_dropout_of_each_side_reach_relative_attention():

@@ -74,6 +74,28 @@ def test_scores_of_the_validation_text(folder, capsys, tmp_path):
     assert f"{path}/valid-score.json is no list of scores" in printed.err
 
 
+def test_a_column_that_somebody_added_stays(folder, tmp_path, capsys):
+    """Where the table grows, and where a row is read from its folder once more."""
+    paths, table = (
+        [folder(name, train_log=start() + epoch(1, 9, ppl)) for name, ppl in (("a", 30), ("b", 40))],
+        tmp_path / "r.csv",
+    )
+    collect_results.main([str(paths[0]), "--csv", str(table)])
+    header, line = table.read_text().splitlines()
+    table.write_text(f"{header},note\n{line},with new data\n")
+    for given in paths[1:], paths[:1]:
+        capsys.readouterr()
+        collect_results.main([str(table), *map(str, given), "--csv", str(table)])
+        for rows in list(csv.DictReader(table.open())), table_of(capsys.readouterr().out)[0]:
+            assert [row["note"] for row in rows] == ["with new data", "not run"]
+
+
+def test_a_training_that_diverged_at_once_has_no_curve(folder, tmp_path):
+    path = folder(train_log=start() + epoch(1, 9, "inf") + epoch(2, 18, "inf"))
+    with pytest.raises(UserError, match="has nothing to show: none of the logs has a validation that gave a number"):
+        collect_results.main([str(path), "--plot", str(tmp_path / "a.png")])
+
+
 def test_signatures_that_differ_are_told_apart(folder, capsys):
     other = [{**SCORES[0], "signature": "nrefs:1|tok:13a|version:1"}]
     one = folder("one", train_log=start(), score_json=json.dumps(SCORES[:1]))
@@ -366,7 +388,10 @@ def test_a_link_stays_one_and_a_pipe_is_written_to(folder, tmp_path):
         ),
         (["nowhere"], "nowhere is no folder: give those that train.sh wrote"),
         (["."], ". holds neither train.log nor scores: give the folders that train.sh wrote"),
-        (["run", "--plot", "a.png"], "--plot a.png has nothing to show: none of the logs has a validation"),
+        (
+            ["run", "--plot", "a.png"],
+            "--plot a.png has nothing to show: none of the logs has a validation that gave a number",
+        ),
         (["run", "--csv=a.csv", "--plot=a.txt"], "--plot a.txt is not allowed: a name that ends in .png, .pdf or .svg"),
         (["damaged.csv"], "damaged.csv is no table of trainings: give one that collect_results.py --csv wrote"),
         ([], "no training is given: name folders that train.sh wrote, or CSV files of --csv"),

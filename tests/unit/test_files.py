@@ -10,7 +10,7 @@ import pytest
 from recipes import ROOT
 
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import check_outputs, make_folder, read_csv, write_text, write_whole, writing
+from mixtape_plugin.files import check_outputs, make_folder, read_csv, write_csv, write_text, write_whole, writing
 
 
 def test_of_two_that_write_one_file_at_once_none_takes_the_others_part(tmp_path, monkeypatch):
@@ -94,3 +94,17 @@ def test_a_row_with_more_cells_than_names_is_damaged(tmp_path):
     (tmp_path / "a.csv").write_text("a,b\n1,2\n1,2,3\n")
     with pytest.raises(UserError, match="a.csv, row 2 is damaged: it has other cells than the first line has names"):
         read_csv(tmp_path / "a.csv", ["a"], "is no table")
+
+
+def test_what_was_written_is_read_however_long_a_cell(tmp_path):
+    rows = [{"name": "a", "curve": " ".join(f"{n}:12.345678" for n in range(20_000))}]
+    write_csv(tmp_path / "a.csv", ["name", "curve"], rows)
+    assert read_csv(tmp_path / "a.csv", ["name"], "") == rows
+
+
+def test_a_name_that_is_not_utf_8_is_written_with_its_bytes(tmp_path):
+    name = os.fsdecode(b"caf\xe9")
+    write_csv(tmp_path / "a.csv", ["name"], [{"name": name}])
+    assert read_csv(tmp_path / "a.csv", ["name"], "") == [{"name": "caf\\udce9"}]
+    write_text(tmp_path / "a.md", name)
+    assert (tmp_path / "a.md").read_text() == "caf\\udce9"

@@ -2,8 +2,10 @@
 
 import pytest
 from recipes import load_script
-from training_logs import epoch, start, table_of
+from training_logs import epoch, row, start, table_of
 
+from mixtape_plugin.analysis.groups import groups
+from mixtape_plugin.analysis.result_pictures import draw_curves
 from mixtape_plugin.errors import UserError
 
 collect_results = load_script("collect_results")
@@ -39,6 +41,13 @@ def test_plot(folder, drawn, tmp_path):
     low, high = axes.get_ylim()
     assert sum(low <= tick <= high for tick in axes.get_yticks()) > 3
     assert not list(tmp_path.glob(".*"))
+
+
+def test_seeds_are_drawn_at_their_median_hours(drawn, tmp_path):
+    times = {"curve": {9: 5.0}, "epochs": 1, "tokens/s": 1}
+    rows = [row("t.sh softmax", n, **times, **{"s an epoch": s}) for n, s in enumerate((3600, 7200, 36000))]
+    draw_curves(tmp_path / "a.png", groups(rows))
+    assert drawn[0][1].lines[0].get_xdata().tolist() == [2.0]
 
 
 def test_long_names_are_wrapped(folder, drawn, tmp_path):

@@ -25,6 +25,12 @@ def test_perplexity_in_training_is_of_the_epoch_of_the_best_validation(folder):
     assert (row["valid ppl"], row["train ppl"]) == (70, 5.5)
 
 
+def test_speed_of_a_log_without_its_inner_lines(folder):
+    """Of a training with --log-interval above an epoch's updates."""
+    log = start() + "".join(epoch(n, 9 * n, 50).split("\n", 1)[1] for n in (1, 2))
+    assert collect(folder(train_log=log))[0]["tokens/s"] == 1125.2
+
+
 def test_settings_of_a_layer_are_told_apart(tmp_path):
     """Frozen slopes are another model: its seeds are no seeds of PLIF."""
     for layer, name in (
