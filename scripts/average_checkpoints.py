@@ -39,7 +39,10 @@ def last_checkpoints(folder: str, count: int, by: str = "epochs") -> list[str]:
     found = sorted((int(match[1]), name) for name in names for match in [PATTERNS[by].fullmatch(name)] if match)
     if len(found) < count:
         pattern = {"epochs": "checkpointE.pt", "updates": "checkpoint_E_U.pt"}[by]
-        raise UserError(f"--last asks for {count} checkpoints, and {folder} has {len(found)} named {pattern}")
+        raise UserError(
+            f"--last asks for {count} checkpoints, and {folder} has {len(found)} named {pattern}: name fewer, the "
+            "other kind by --by, or train without --no-epoch-checkpoints or with --save-interval-updates"
+        )
     return [os.path.join(folder, name) for _, name in found[-count:]]
 
 

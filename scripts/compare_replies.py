@@ -65,7 +65,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "trainings", type=Path, nargs="+", metavar="DIR", help="folders with the replies.txt of evaluate.sh"
     )
-    parser.add_argument("--data", type=Path, default=Path("data-bin/switchboard"), metavar="DIR", help="of prepare.sh")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path("data-bin/switchboard"),
+        metavar="DIR",
+        help="what examples/switchboard/prepare.sh wrote (default: data-bin/switchboard)",
+    )
     parser.add_argument("--contexts", type=int, nargs="+", default=[1], metavar="N", help="which to show, from 1 on")
     parser.add_argument(
         "--utterances", type=int, default=3, metavar="N", help="how many of a context's last (default: 3)"

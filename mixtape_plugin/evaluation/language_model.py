@@ -50,6 +50,8 @@ def load_language_model(path: str, data: str) -> tuple[AWDLSTMLanguageModel, Fai
     Raises:
         UserError: there is no such file, or it holds another kind of model, or one that was trained on another task.
     """
+    if os.path.isdir(path):
+        raise UserError(f"--path {path} is a folder: give a checkpoint in it, such as {path}/checkpoint_best.pt")
     if not os.path.isfile(path):
         raise UserError(f"--path {path} does not exist: give a checkpoint that fairseq-train wrote")
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([path], arg_overrides={"data": data})

@@ -16,6 +16,7 @@ from mixtape_plugin.fairseq_compat.checkpoints import (
     unpack_archives_into_their_folder,
 )
 from mixtape_plugin.fairseq_compat.command_line import (
+    ask_for_the_task_of_a_language_model,
     ask_for_the_task_of_a_validation,
     refuse_language_models_that_mask_what_a_search_needs,
     refuse_models_of_another_kind,
@@ -87,6 +88,7 @@ def repair() -> None:
     refuse_blocks_that_would_be_skipped()
     train_bf16_without_xla()
     refuse_amp_beside_half_precision()
+    ask_for_the_task_of_a_language_model()
     ask_for_the_task_of_a_validation()
     refuse_language_models_that_mask_what_a_search_needs()
     refuse_options_that_no_model_has()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser, Namespace
 from difflib import get_close_matches
 from typing import Union
 
 from fairseq import models, options
+from fairseq.data import data_utils
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_REGISTRY, FairseqLanguageModel
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks.language_modeling import LanguageModelingTask
@@ -34,6 +36,24 @@ def ask_for_the_task_of_a_validation() -> None:
         return parse_or_ask
 
     replace(options, "parse_args_and_arch", wrapper)
+
+
+def ask_for_the_task_of_a_language_model() -> None:
+    """Say that a text without a language pair needs another --task than translation, fairseq-train's default."""
+
+    def wrapper(infer_language_pair):
+        def infer_or_ask(path):
+            source, target = infer_language_pair(path)
+            if source is None and os.path.isfile(os.path.join(path, "dict.txt")):
+                raise UserError(
+                    f"{path} holds the text of a language model, and no language pair: give --task "
+                    "bptt_language_modeling (AWD-LSTM) or language_modeling"
+                )
+            return source, target
+
+        return infer_or_ask
+
+    replace(data_utils, "infer_language_pair", wrapper)
 
 
 def refuse_language_models_that_mask_what_a_search_needs() -> None:

@@ -84,7 +84,8 @@ def check_vocabulary(saved: str, dictionary: Dictionary, masked_tokens: Sequence
     if saved != vocabulary_digest(dictionary, masked_tokens):
         raise UserError(
             f"the dictionary of these data ({len(dictionary)} types) is not the one that the checkpoint was trained "
-            "with, or is read otherwise: give its data folder, --task bptt_language_modeling, and --remove-eos as then"
+            "with, or is read otherwise: give its data folder, and fairseq's commands --task bptt_language_modeling "
+            "and --remove-eos as then"
         )
 
 

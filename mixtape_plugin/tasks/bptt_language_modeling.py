@@ -1,5 +1,6 @@
 """Language modelling on one long text with truncated back-propagation through time."""
 
+import glob
 import logging
 import math
 import os
@@ -190,6 +191,10 @@ class BpttLanguageModelingTask(LanguageModelingTask):
         folder = paths[(epoch - 1) % len(paths)] if split == self.args.train_subset else paths[0]
         path = os.path.join(folder, split)
         lines = data_utils.load_indexed_dataset(path, self.dictionary, self.args.dataset_impl, combine=combine)
+        if lines is None and glob.glob(f"{glob.escape(path)}.*-*.*.idx"):
+            raise UserError(
+                f"{folder} holds a language pair: run fairseq-preprocess --only-source for a language model"
+            )
         if lines is None:
             raise FileNotFoundError(f"Dataset not found: {split} ({path})")
         if len(lines) == 0:

@@ -98,7 +98,9 @@ def test_last_counts_by_number_not_by_name(tmp_path):
     assert names(2) == ["checkpoint9.pt", "checkpoint10.pt"]
     assert names(3) == ["checkpoint2.pt", "checkpoint9.pt", "checkpoint10.pt"]
     assert names(2, "updates") == ["checkpoint_3_500.pt", "checkpoint_3_1000.pt"]
-    with pytest.raises(UserError, match=r"--last asks for 4 checkpoints, and .* has 3 named checkpointE\.pt"):
+    with pytest.raises(
+        UserError, match=r"--last asks for 4 checkpoints, and .* has 3 named checkpointE\.pt: name fewer"
+    ):
         names(4)
     with pytest.raises(UserError, match="--last 0 is not allowed: 1 or more"):
         names(0)

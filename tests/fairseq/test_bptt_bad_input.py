@@ -228,6 +228,22 @@ def test_stock_label_smoothing_is_refused(smoothing, text, tmp_path):
         run("train", *args)
 
 
+def test_the_task_of_a_language_model_is_asked_for(text, tmp_path):
+    args = lm_args(text, tmp_path)
+    for option in "--task", "--tokens-per-sample":
+        del args[args.index(option) : args.index(option) + 2]
+    with pytest.raises(UserError, match=f"{text} holds the text of a language model, .* give --task bptt_language_mod"):
+        run("train", *args)
+
+
+def test_the_data_of_a_translation_are_refused(data, tmp_path):
+    """Also where its dictionary is there under the name that a language model's has."""
+    folder = shutil.copytree(data, tmp_path / "data")
+    shutil.copy(data / "dict.y.txt", folder / "dict.txt")
+    with pytest.raises(UserError, match=f"{folder} holds a language pair: run fairseq-preprocess --only-source"):
+        run("train", *lm_args(folder, tmp_path / "save"))
+
+
 def test_dataset_that_is_missing(text, trained):
     with pytest.raises(FileNotFoundError, match="Dataset not found: test9"):
         evaluate(text, trained[0], "--gen-subset", "test9")

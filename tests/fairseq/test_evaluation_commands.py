@@ -173,6 +173,10 @@ def test_command_refuses_bad_input(name, trained, data, tmp_path):
         ([*good, "--segment-length", "0"], "--segment-length 0 is not allowed: at least 1"),
         ([*good, "--search", "--out", str(tmp_path / "file")], "file cannot be a folder"),
         ([trained.data, "--path", str(tmp_path / "none.pt")], "none.pt does not exist"),
+        (
+            [trained.data, "--path", str(tmp_path)],
+            f"is a folder: give a checkpoint in it, such as {tmp_path}/checkpoint_b",
+        ),
         ([trained.data, "--path", str(tmp_path / "file")], "is no checkpoint"),
         ([str(tmp_path / "nowhere"), "--path", trained.path], "nowhere does not exist"),
         ([str(data), "--path", trained.path], "dict"),

@@ -75,6 +75,15 @@ def cubic(scores, bias, norms):
     return (scores + bias) + (scores + bias) ** 3
 
 
+def test_an_embedding_of_zeros_has_no_huge_gradient():
+    """As fairseq's of <pad> is at first, which a translation's scores have, too."""
+    layer, features = build("fixnorm"), torch.randn(3, D, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight[PAD].zero_()
+    layer.loss(features, torch.tensor([4, 5, 6]))[0].backward()
+    assert 0 < layer.weight.grad[PAD].norm() < 1000 * features.norm()
+
+
 @pytest.mark.parametrize("name, formula", [("fixnorm", fixnorm), ("cubic", cubic)])
 def test_formula_of_the_layers_that_the_page_shows(name, formula):
     layer = build(name).eval()
