@@ -293,6 +293,6 @@ def test_mistakes(example, no_data, printing, tmp_path):
     message = f"error: --last asks for 10 checkpoints, and {empty} has 1 named checkpoint_E_U.pt"
     reference = tmp_path / "reference"
     reference.write_text("a\n")
-    assert mistake(example, *flags, "--references", reference) == message
+    assert mistake(example, *flags, "--references", reference).startswith(message)
     for script in ("train.sh", "evaluate.sh"):
         assert output(example, script, "--help").startswith(f"usage: {script} ")
