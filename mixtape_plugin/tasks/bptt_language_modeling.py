@@ -191,11 +191,11 @@ class BpttLanguageModelingTask(LanguageModelingTask):
         folder = paths[(epoch - 1) % len(paths)] if split == self.args.train_subset else paths[0]
         path = os.path.join(folder, split)
         lines = data_utils.load_indexed_dataset(path, self.dictionary, self.args.dataset_impl, combine=combine)
-        if lines is None and glob.glob(f"{glob.escape(path)}.*-*.*.idx"):
-            raise UserError(
-                f"{folder} holds a language pair: run fairseq-preprocess --only-source for a language model"
-            )
         if lines is None:
+            if glob.glob(f"{glob.escape(path)}.*-*.*.idx"):
+                raise UserError(
+                    f"{folder} holds a language pair: run fairseq-preprocess --only-source for a language model"
+                )
             raise FileNotFoundError(f"Dataset not found: {split} ({path})")
         if len(lines) == 0:
             raise UserError(f"{path}.bin holds no line: check the text that it was made from")

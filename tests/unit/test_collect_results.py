@@ -76,10 +76,8 @@ def test_scores_of_the_validation_text(folder, capsys, tmp_path):
 
 def test_a_column_that_somebody_added_stays(folder, tmp_path, capsys):
     """Where the table grows, and where a row is read from its folder once more."""
-    paths, table = (
-        [folder(name, train_log=start() + epoch(1, 9, ppl)) for name, ppl in (("a", 30), ("b", 40))],
-        tmp_path / "r.csv",
-    )
+    paths = [folder(name, train_log=start() + epoch(1, 9, ppl)) for name, ppl in (("a", 30), ("b", 40))]
+    table = tmp_path / "r.csv"
     collect_results.main([str(paths[0]), "--csv", str(table)])
     header, line = table.read_text().splitlines()
     table.write_text(f"{header},note\n{line},with new data\n")
