@@ -63,6 +63,18 @@ def test_the_commands_stay_the_same(block, venv):
 
 
 @pytest.mark.parametrize("example", RECIPES)
+def test_the_readme_scores_what_it_trained(example, venv):
+    text = (ROOT / "examples" / example / "README.md").read_text()
+    commands = re.findall(r"^examples/\S+?/(train|evaluate)\.sh (.+)$", text, re.MULTILINE)
+    assert [script for script, _ in commands[:1]] == ["train"] and "evaluate" in dict(commands)
+    for script, args in commands:
+        if script == "train":
+            _, flags = meaning(output(example, "train.sh", *shlex.split(args), "--print", MIXTAPE_VENV=venv))
+        else:
+            assert shlex.split(args)[0] == flags["--save-dir"][0]
+
+
+@pytest.mark.parametrize("example", RECIPES)
 def test_every_layer_is_printed_without_data(example, venv, tmp_path):
     found = layers(example, venv)
     assert found[0] == "softmax" and len(set(found)) == len(found) > 2
