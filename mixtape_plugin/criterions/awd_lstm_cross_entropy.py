@@ -36,6 +36,7 @@ class AWDLSTMCrossEntropy(OutputLayerCrossEntropy):
             :class:`OutputLayerCrossEntropy` raises.
     """
 
+    name = "awd_lstm_cross_entropy"
     reportable = ("accuracy", "bpc")
 
     def __init__(

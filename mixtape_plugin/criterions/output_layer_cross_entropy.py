@@ -37,17 +37,6 @@ def evaluating(layer: OutputLayer) -> Iterator[None]:
         layer.train(training)
 
 
-def output_layer_of(model: BaseFairseqModel) -> OutputLayer:
-    """The output layer of a model's decoder; raises UserError where it is none of this plugin."""
-    layer = find_output_layer(model)
-    if layer is None:
-        raise UserError(
-            f"--criterion output_layer_cross_entropy needs a model of this plugin, such as mixtape_transformer, "
-            f"not {type(model).__name__}: use label_smoothed_cross_entropy with it"
-        )
-    return layer
-
-
 @register_criterion("output_layer_cross_entropy", dataclass=OutputLayerCrossEntropyConfig)
 class OutputLayerCrossEntropy(FairseqCriterion):
     """Asks the model for features only and its output layer for the loss, which need not hold all scores at once.
@@ -61,6 +50,8 @@ class OutputLayerCrossEntropy(FairseqCriterion):
             this plugin.
     """
 
+    #: What it is registered as.
+    name = "output_layer_cross_entropy"
     #: Numbers that an option --report-… logs.
     reportable = ("accuracy",)
 
@@ -83,22 +74,32 @@ class OutputLayerCrossEntropy(FairseqCriterion):
         }
         check_values(self, allowed)
 
+    def output_layer_of(self, model: BaseFairseqModel) -> OutputLayer:
+        """The output layer of a model's decoder; raises UserError where it is none of this plugin."""
+        layer = find_output_layer(model)
+        if layer is None:
+            raise UserError(
+                f"--criterion {self.name} needs a model of this plugin, such as mixtape_transformer, "
+                f"not {type(model).__name__}: use label_smoothed_cross_entropy with it"
+            )
+        return layer
+
     def check_training(self, cfg: DictConfig, model: BaseFairseqModel) -> None:
         """Raises UserError for a model without an output layer of this plugin, where checkpoints are chosen by a number
         that is not reported, and where processes would not find the output layer's parameters."""
-        output_layer_of(model)
+        self.output_layer_of(model)
         processes = cfg.distributed_training
         by_torch = processes.distributed_world_size > 1 and processes.ddp_backend in ("pytorch_ddp", "c10d")
         if by_torch and processes.find_unused_parameters:
             # torch looks for them in what the model gives, and features do not depend on the output layer
             raise UserError(
-                f"--find-unused-parameters does not go with --criterion {cfg.criterion._name}, which asks the output "
+                f"--find-unused-parameters does not go with --criterion {self.name}, which asks the output "
                 "layer for the loss: leave it out, or use --ddp-backend legacy_ddp, which needs no such flag"
             )
         metric = cfg.checkpoint.best_checkpoint_metric
         if metric == "bpc" and metric not in self.reportable:
             raise UserError(
-                f"--best-checkpoint-metric bpc does not go with --criterion {cfg.criterion._name}, which reports none: "
+                f"--best-checkpoint-metric bpc does not go with --criterion {self.name}, which reports none: "
                 "use ppl, or awd_lstm_cross_entropy with --report-bpc"
             )
         if metric in self.reportable and not getattr(self, f"report_{metric}"):
@@ -115,8 +116,8 @@ class OutputLayerCrossEntropy(FairseqCriterion):
     def forward(self, model: BaseFairseqModel, sample: dict, reduce: bool = True) -> Tuple[Tensor, int, dict]:
         """The summed loss in nats, the sample size that divides its gradient, and what to log."""
         if not reduce:
-            raise ValueError("output_layer_cross_entropy sums over tokens: for one loss a token use cross_entropy")
-        layer = output_layer_of(model)
+            raise ValueError(f"{self.name} sums over tokens: for one loss a token use cross_entropy")
+        layer = self.output_layer_of(model)
         features, extra = model(**sample["net_input"], features_only=True)
         target = model.get_targets(sample, None)
         if self.ignore_prefix_size:

@@ -25,17 +25,18 @@ MIN_ROWS = 256
 class Smoothing(NamedTuple):
     """Label smoothing: loss = target_weight · nll + epsilon · Σ_x −log p(x), over the tokens that are not masked."""
 
-    vocab_size: int
+    num_predictable: int
     target_weight: float = 1.0
     epsilon: float = 0.0
 
     @classmethod
-    def over(cls, vocab_size: int, label_smoothing: float) -> Smoothing:
-        """The target keeps 1 − ε, each of the others gets ε / (V − 1), as in fairseq."""
+    def over(cls, num_predictable: int, label_smoothing: float) -> Smoothing:
+        """The target keeps 1 − ε, each of the others, V' − 1 of V' that are not masked, gets ε / (V' − 1), as in
+        fairseq."""
         if label_smoothing == 0:
-            return cls(vocab_size)
-        epsilon = label_smoothing / (vocab_size - 1)
-        return cls(vocab_size, 1 - label_smoothing - epsilon, epsilon)
+            return cls(num_predictable)
+        epsilon = label_smoothing / (num_predictable - 1)
+        return cls(num_predictable, 1 - label_smoothing - epsilon, epsilon)
 
     def loss(self, nll: Tensor, spread: Tensor) -> Tensor:
         return self.target_weight * nll + self.epsilon * spread
@@ -158,13 +159,13 @@ class FusedLoss:
         return self.smoothing.loss(self.nll, self.spread) if self.smoothing.epsilon > 0 else self.nll
 
     def softmax_minus_label_(self, scores: Tensor, target: Tensor) -> None:
-        """scores [n, V], to which the bias is added, become the gradient of target_weight · nll + ε·V·logsumexp, which
+        """scores [n, V], to which the bias is added, become the gradient of target_weight · nll + ε·V'·logsumexp, which
         nll and spread get, too. What is left of the spread is −Σ_x z_x."""
         smoothing = self.smoothing
         nll, log_sum_exp = self.ops.softmax_minus_label_(scores, self.bias, target, smoothing.target_weight, self.scale)
         self.nll += nll.sum()
         if smoothing.epsilon > 0:
-            self.spread += smoothing.vocab_size * log_sum_exp.sum()
+            self.spread += smoothing.num_predictable * log_sum_exp.sum()
 
     def add_product(
         self, name: str, left: Tensor, right: Tensor, rows: slice = slice(None), constant: Tensor | None = None

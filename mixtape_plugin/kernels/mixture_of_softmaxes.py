@@ -110,4 +110,4 @@ class MixtureOfSoftmaxesLoss(FusedLoss):
         self.nll += nll.sum()
         self.spread += spread.sum()
         prior = log_prior.exp()
-        return smoothing.loss(prior - posterior, smoothing.vocab_size * prior - rho), None
+        return smoothing.loss(prior - posterior, smoothing.num_predictable * prior - rho), None

@@ -152,7 +152,7 @@ def add_normal_noise_(values: Tensor, noise: float) -> None:
     On a CPU it is one of 2^16 equally likely ones, of which 64 random bits make four: in bfloat16 that takes two fifths
     of the time of torch's own, in float32 half. Their variance is less than 1 by 2e-5.
     """
-    if values.is_cuda:
+    if values.device.type != "cpu":
         values.add_(torch.randn_like(values), alpha=noise)
         return
     bits = torch.empty(-(-values.numel() // 4), dtype=torch.int64).random_(-(2**63), None)

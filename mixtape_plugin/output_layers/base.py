@@ -159,6 +159,10 @@ class OutputLayer(RetainsDropout, nn.Module):
         super().__setstate__(state)
         self.set_optim_overrides()  # which copy.deepcopy leaves out
 
+    def _load_from_state_dict(self, *args) -> None:
+        super()._load_from_state_dict(*args)
+        self.set_optim_overrides()  # load_state_dict(…, assign=True) puts other parameters in
+
     @classmethod
     def has_fused_loss(cls) -> bool:
         return cls.fused_loss is not OutputLayer.fused_loss
@@ -248,16 +252,15 @@ class OutputLayer(RetainsDropout, nn.Module):
             raise ValueError(f"features {list(features.shape)} need one target each, not {list(target.shape)}")
         if features.dtype != self.weight.dtype and autocast_dtype(features) is None:
             raise ValueError(f"features of {features.dtype} do not go with a layer of {self.weight.dtype}")
-        eager = self.config.output_impl == "eager" or not self.has_fused_loss()
-        if eager and self.has_locked_dropout:  # its masks are of whole sequences
-            return self.eager_loss(features, target, label_smoothing, ignore_index)
         leading, counted = target.shape, target.flatten().ne(ignore_index)
         index = None if counted.all() else counted.nonzero().squeeze(1)  # asked of the GPU once for all
-        target = rows(target, leading, index)
         if not self.has_locked_dropout:  # contexts of what counts are enough
-            features, index = rows(features, leading, index), None
-        if eager:
+            features, target, index = rows(features, leading, index), rows(target, leading, index), None
+        elif index is not None:  # contexts are made of all, and what does not count may be NaN
+            features = features.masked_fill(~counted.view(*leading, 1), 0.0)
+        if self.config.output_impl == "eager" or not self.has_fused_loss():
             return self.eager_loss(features, target, label_smoothing, ignore_index)
+        target = rows(target, target.shape, index)
         return self.fused_loss(features, target, index, Smoothing.over(predictable, label_smoothing))
 
     def fused_loss(

@@ -125,12 +125,14 @@ class Mixtape(MixtureLayer):
 
     def gate_contexts(self, features: Tensor) -> Tensor:
         """tanh(U_k g) after dropout, [..., K−1, d2]."""
-        weight = self.gate_hidden.weight
         if self.config.gate_weight_norm:
+            weight = self.gate_hidden.weight
             # In float16 the norm of a small row, and what F.normalize divides by at least, are 0.
             weight = F.normalize(weight.to(at_least_float32(weight.dtype)), dim=1).to(weight.dtype)
-        hidden = torch.tanh(F.linear(features, weight, self.gate_hidden.bias))
-        hidden = F.dropout(hidden, self.config.gate_dropout, self.drops_out)
+            hidden = F.linear(features, weight, self.gate_hidden.bias)
+        else:
+            hidden = self.gate_hidden(features)
+        hidden = F.dropout(torch.tanh(hidden), self.config.gate_dropout, self.drops_out)
         return hidden.unflatten(-1, (self.num_gates, self.config.gate_dim))
 
     def gates(self, features: Tensor) -> tuple[list[Tensor], list[Tensor]]:

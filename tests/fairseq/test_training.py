@@ -216,7 +216,10 @@ def test_criterion_of_a_model_without_an_output_layer(data, tmp_path):
 
 def test_criterion_of_a_model_without_a_decoder():
     criterion = OutputLayerCrossEntropy(object(), sentence_avg=False)
-    with pytest.raises(UserError, match="needs a model of this plugin.* not Linear"):
+    with pytest.raises(UserError, match="--criterion output_layer_cross_entropy needs a model of this.* not Linear"):
+        criterion(torch.nn.Linear(1, 1), {})
+    criterion = AWDLSTMCrossEntropy(SimpleNamespace(target_dictionary=make_dictionary()), False)
+    with pytest.raises(UserError, match="--criterion awd_lstm_cross_entropy needs a model of this plugin"):
         criterion(torch.nn.Linear(1, 1), {})
 
 

@@ -7,6 +7,7 @@ from statistics import NormalDist
 import gate_noise
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mixtape_plugin.kernels import torch_ops as ops
 
@@ -38,6 +39,14 @@ def test_each_quantile_is_as_likely_as_the_others():
 def test_noise_is_standard_normal(dtype):
     torch.manual_seed(0)
     gate_noise.assert_standard_normal(drawn_noise(dtype=dtype)[0])
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps", "xpu"])
+def test_noise_is_drawn_where_the_gates_are(device):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        values = torch.empty(4, 4, device=device)
+        ops.add_normal_noise_(values, 0.1)
+        assert values.device.type == device
 
 
 def test_noise_is_independent():

@@ -56,12 +56,14 @@ def test_a_layer_has_options_of_its_own(name):
 
 @pytest.mark.parametrize("name", OUTPUT_LAYERS)
 def test_a_copy_asks_for_the_same_rates(name):
-    """torch copies a parameter without its attributes."""
+    """torch copies a parameter, or puts another in, without its attributes."""
     layer = build(name, context_scale=2.0, context_scale_lr_scale=0.25, plif_lr_scale=0.5)
     wanted = {k: p.optim_overrides for k, p in layer.named_parameters() if hasattr(p, "optim_overrides")}
     of_the_scale = {"weight_decay_scale": 0.0, "lr_scale": 0.25}
     assert wanted["context_scale"] == {"optimizer": of_the_scale} and len(wanted) == 1 + (name == "plif")
-    for other in copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)):
+    assigned = build(name, context_scale=2.0, context_scale_lr_scale=0.25, plif_lr_scale=0.5)
+    assigned.load_state_dict(layer.state_dict(), assign=True)
+    for other in copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), assigned:
         for key, parameter in other.named_parameters():
             assert getattr(parameter, "optim_overrides", None) == wanted.get(key)
 

@@ -311,6 +311,16 @@ def test_rank_is_bounded_for_softmax_and_moc_only():
     assert all(rank[name] > 50 for name in ("mos", "mixtape", "sigsoftmax", "gss", "plif"))
 
 
+def test_every_linear_module_is_called():
+    """Hooks, and what takes the place of a module, such as one with quantization noise, see U_k as well."""
+    layer, called = build("mixtape"), []
+    for name, module in layer.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda *_, name=name: called.append(name))
+    layer.loss(torch.randn(3, D, dtype=torch.float64), torch.tensor([5, 6, 7]))
+    assert sorted(called) == ["context", "gate_hidden", "gate_shared"]
+
+
 def test_gate_weight_norm_ignores_the_length_of_rows():
     layer = build("mixtape", gate_weight_norm=True).eval()
     features = torch.randn(N, D, dtype=torch.float64)
