@@ -132,7 +132,7 @@ def overview_markdown(found: Sequence[Comparison], score: str) -> str:
     return (
         table((score, baseline, *layers), lines)
         + f"\n{baseline}: mean ± sample standard deviation. Others: difference of means, 95% interval, corrected "
-        "(Bonferroni) for all that are compared in its setting. The scatter of seeds is pooled over that setting, so "
-        "that a single training has an interval, too, unless all of the setting are single. (n): trainings, which "
-        "differ in their seed alone.\n"
+        "(Bonferroni) for all that are compared in its setting. The scatter of seeds is pooled over it, as if "
+        "it were the same for all, so that a single training has an interval, too, unless all are single. (n): "
+        "trainings, which differ in their seed alone.\n"
     )

@@ -83,8 +83,9 @@ def scatter(found: Sequence[Group], column: str) -> Scatter | None:
 def differences(found: Sequence[Group], baseline: Group, column: str) -> dict:
     """By the group's name: its mean's difference from the baseline's, and the ends of its 95% interval.
 
-    In percent for perplexities (of geometric means), else in the column's unit. The intervals hold together in 95 of
-    100 cases, where all groups' seeds scatter alike: a group of a single training has one too.
+    In percent for perplexities (of geometric means), else in the column's unit. The intervals of one
+    score hold together in 95 of 100 cases, where all groups' seeds scatter alike: a group of a single training has one
+    too.
     """
     pooled, origin = scatter(found, column), scores_of(baseline, column)
     others = [(group, scores_of(group, column)) for group in found if group is not baseline]
@@ -193,8 +194,8 @@ def groups_markdown(
     text += f"\nMean ± sample standard deviation of n trainings{apart}.\n"
     if compared:
         text += (
-            f"difference: from {baseline.name}, with 95% intervals that hold together (Bonferroni), "
-            f"the scatter of seeds pooled over all groups. {chance_of_seeds(found, compared)}\n"
+            f"difference: from {baseline.name}, with 95% intervals that hold together within a column (Bonferroni), if "
+            f"all groups' seeds scatter alike: their scatter is pooled. {chance_of_seeds(found, compared)}\n"
         )
     of_p = {name.split(", ", 1)[1] for name in shown if name.startswith(OF_P)}
     if of_p:
