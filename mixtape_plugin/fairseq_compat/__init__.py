@@ -29,6 +29,7 @@ from mixtape_plugin.fairseq_compat.data import (
     provide_removed_numpy_names,
     refuse_blocks_that_would_be_skipped,
     refuse_broken_data,
+    shuffle_after_the_curriculum,
 )
 from mixtape_plugin.fairseq_compat.half_precision import (
     keep_float32_weights_in_checkpoints,
@@ -76,6 +77,7 @@ def repair() -> None:
     provide_removed_numpy_names()
     keep_last_batch()
     keep_batches_after_a_resume()
+    shuffle_after_the_curriculum()
     end_reading_before_the_interpreter()
     load_checkpoints_safely()
     unpack_archives_into_their_folder()

@@ -1,4 +1,4 @@
-"""Data: read with any numpy, named where damaged, nothing skipped, batches that survive a resume, and a last one."""
+"""Data: read with any numpy, named where damaged, nothing skipped; batches: the last, too, the same after a resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import weakref
 
 import numpy as np
 from fairseq.data import Dictionary, data_utils, indexed_dataset, language_pair_dataset, token_block_dataset
-from fairseq.data.iterators import BackgroundConsumer
+from fairseq.data.iterators import BackgroundConsumer, EpochBatchIterator
 from fairseq.modules import dynamic_crf_layer
 from fairseq.tasks import FairseqTask, translation
 from fairseq.tasks.language_modeling import LanguageModelingTask
@@ -125,6 +125,20 @@ def keep_batches_after_a_resume() -> None:
 
     replace(FairseqTask, "get_batch_iterator", wrapper)
     replace(Trainer, "get_train_iterator", note_seed)
+
+
+def shuffle_after_the_curriculum() -> None:
+    """End ``--curriculum N`` after N epochs: fairseq kept the order of the first epoch for good, until a resume."""
+
+    def wrapper(get_iterator_for_epoch):
+        def get_iterator_in_order_or_shuffled(self, epoch, shuffle, *args, **kwargs):
+            if getattr(self, "epoch_batch_sampler", None) is not None:  # else it is made, by this epoch's order
+                self.epoch_batch_sampler.shuffle = shuffle
+            return get_iterator_for_epoch(self, epoch, shuffle, *args, **kwargs)
+
+        return get_iterator_in_order_or_shuffled
+
+    replace(EpochBatchIterator, "_get_iterator_for_epoch", wrapper)
 
 
 def end_reading_before_the_interpreter() -> None:

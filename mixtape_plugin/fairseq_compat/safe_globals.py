@@ -49,6 +49,18 @@ def _reconstruct_array(*_):
     return _CheckpointArray()
 
 
+def _scalar(dtype, data):
+    if type(dtype) is not _CheckpointDtype or not isinstance(data, bytes):
+        raise pickle.UnpicklingError("GLOBAL numpy._core.multiarray.scalar is not a plain number")
+    return np.frombuffer(data, dtype.dtype, count=1)[0]
+
+
+def _no_bytes(*args):
+    if args:
+        raise pickle.UnpicklingError("GLOBAL bytes is not empty")
+    return b""
+
+
 # Measured: what checkpoints written by fairseq-train and fairseq-hydra-train hold beside tensors and plain Python.
 # The allow-list is a matter of what a *constructor or state* can do, for the file chooses the arguments. None of
 # these runs code, imports, looks up an attribute or reads a file.
@@ -59,4 +71,7 @@ SAFE_GLOBALS = [
     (_CheckpointDtype, "numpy.dtype"),
     (_reconstruct_array, "numpy._core.multiarray._reconstruct"),
     (_reconstruct_array, "numpy.core.multiarray._reconstruct"),  # the same, written with numpy 1
+    (_no_bytes, "builtins.bytes"),  # of an empty array
+    (_scalar, "numpy._core.multiarray.scalar"),  # what a criterion may log
+    (_scalar, "numpy.core.multiarray.scalar"),
 ]

@@ -126,7 +126,9 @@ def test_foreign_pickle_is_refused_and_never_runs(tmp_path, loader, zipped):
         (Pickled(getattr, 1, "real"), "getattr"),
         (Pickled(__import__, "os"), "__import__"),
         (UserError("any other class"), "mixtape_plugin.errors.UserError"),
-        (np.float64(1), "numpy._core.multiarray.scalar"),
+        (np.complex128(1), "numpy.dtype('c16')"),
+        (np.str_("text"), "numpy.dtype('U4')"),
+        (Pickled(bytes, 9**9), "bytes"),
         (np.array([None]), "numpy.dtype('O8')"),
         (np.zeros(1, dtype="i4,O"), "numpy.dtype('V12')"),
         (np.array(["text"]), "numpy.dtype('U4')"),
@@ -168,7 +170,7 @@ def test_arrays_of_a_checkpoint_cannot_take_its_bytes_for_objects(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["?", "u1", "i4", "i8", ">i8", "f2", "f4", "f8", ">f8"])
 def test_plain_arrays_survive_a_checkpoint(tmp_path, dtype):
-    for array in np.arange(24).reshape(2, 3, 4), np.asfortranarray(np.eye(3)), np.array(7):
+    for array in np.arange(24).reshape(2, 3, 4), np.asfortranarray(np.eye(3)), np.array(7), np.zeros((0, 3)):
         saved = array.astype(dtype)
         loaded = load_content(save(saved, tmp_path / "array.pt"))
         again = pickle.loads(pickle.dumps(loaded))  # what the next checkpoint will hold
@@ -176,6 +178,13 @@ def test_plain_arrays_survive_a_checkpoint(tmp_path, dtype):
         for result in loaded, again:
             np.testing.assert_array_equal(result, saved)
             assert result.dtype == saved.dtype.newbyteorder("=")
+
+
+def test_numbers_of_numpy_survive_a_checkpoint(tmp_path):
+    """Such as a criterion of somebody's own logs."""
+    for number in np.float64(0.1), np.float32(0.1), np.float16(0.1), np.int64(-(2**40)), np.uint8(200), np.bool_(True):
+        loaded = load_content(save(number, tmp_path / "number.pt"))
+        assert loaded == number and type(loaded) is type(number)
 
 
 @pytest.mark.parametrize("interruption", [OSError(28, "No space left on device"), KeyboardInterrupt()])
@@ -258,6 +267,13 @@ def test_damaged_checkpoint_is_named(tmp_path, content):
     path.write_bytes(path.read_bytes()[:2000] if content == "cut" else content)
     with pytest.raises(UserError, match="damaged.pt is damaged or is no checkpoint"):
         load(path)
+
+
+@pytest.mark.parametrize("state", [{"extra_state": {}, "model": {}}, {"model": {}}])
+def test_a_checkpoint_without_a_moving_average_is_not_called_damaged(tmp_path, state):
+    torch.save(state, tmp_path / "plain.pt")
+    with pytest.raises(UserError, match="plain.pt holds no moving average: it was trained without --store-ema"):
+        checkpoint_utils.load_ema_from_checkpoint(tmp_path / "plain.pt")
 
 
 @by_allow_list

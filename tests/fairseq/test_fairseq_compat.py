@@ -22,6 +22,7 @@ from fairseq.data import (
     indexed_dataset,
     language_pair_dataset,
 )
+from fairseq.data.iterators import EpochBatchIterator
 from fairseq.distributed import utils as distributed_utils
 from fairseq.tasks import FairseqTask
 from fairseq_cli import generate, preprocess
@@ -138,6 +139,16 @@ def test_every_sentence_is_batched_into_fixed_shapes(sentences):
         np.arange(sentences), lengths.__getitem__, required_batch_size_multiple=8, fixed_shapes=shapes
     )
     assert [i for batch in batches for i in batch] == list(range(sentences))
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_a_curriculum_of_two_epochs_ends_after_two(reuse):
+    dataset = torch.utils.data.ConcatDataset([range(20)])
+    batches, options = [[number] for number in range(20)], {"num_workers": 0, "persistent_workers": False}
+    epochs = EpochBatchIterator(dataset, sum, batches, reuse_dataloader=reuse, **options)
+    orders = [list(epochs.next_epoch_itr(shuffle=epoch > 2)) for epoch in (1, 2, 3, 4)]
+    assert orders[0] == orders[1] == list(range(20))
+    assert orders[2] != orders[3] and all(order != orders[0] and sorted(order) == orders[0] for order in orders[2:])
 
 
 # ---------------------------------------------------------------------------------------------- checkpoints

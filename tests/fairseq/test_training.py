@@ -281,7 +281,7 @@ def test_resume_after_a_kill_equals_an_uninterrupted_run(data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--update-ordered-indices-seed"]])
+@pytest.mark.parametrize("flags", [[], ["--update-ordered-indices-seed"], ["--curriculum", 2]])
 def test_a_training_resumed_later_has_the_same_batches(flags, data, tmp_path):
     """At the end of the first epoch and in the middle of the third; epochs have 6 updates."""
     more = ["--dropout", 0.2, "--seed", 3, *flags, "--max-update"]
