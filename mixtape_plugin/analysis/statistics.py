@@ -83,9 +83,8 @@ def scatter(found: Sequence[Group], column: str) -> Scatter | None:
 def differences(found: Sequence[Group], baseline: Group, column: str) -> dict:
     """By the group's name: its mean's difference from the baseline's, and the ends of its 95% interval.
 
-    In percent for perplexities (of geometric means), else in the column's unit. The intervals of one
-    score hold together in 95 of 100 cases, where all groups' seeds scatter alike: a group of a single training has one
-    too.
+    In percent for perplexities (of geometric means), else in the column's unit. The intervals of one score hold
+    together in 95 of 100 cases, where all groups' seeds scatter alike: a group of a single training has one too.
     """
     pooled, origin = scatter(found, column), scores_of(baseline, column)
     others = [(group, scores_of(group, column)) for group in found if group is not baseline]

@@ -69,7 +69,7 @@ def load_checkpoints_safely() -> None:
                     ) from error
                 raise unreadable_checkpoint(path) from error
             except KeyError as error:
-                if load.__name__ == "load_ema_from_checkpoint" and error.args[0] in ("extra_state", "ema"):
+                if load.__name__ == "load_ema_from_checkpoint" and error.args in (("extra_state",), ("ema",)):
                     raise UserError(
                         f"checkpoint {path} holds no moving average: it was trained without --store-ema"
                     ) from error
