@@ -68,13 +68,11 @@ def load_checkpoints_safely() -> None:
                         "the list of classes that a fairseq checkpoint needs, and unpickling it could run code"
                     ) from error
                 raise unreadable_checkpoint(path) from error
-            except KeyError as error:
+            except Exception as error:  # whatever torch's reader, and fairseq after it, come to think of
                 if load.__name__ == "load_ema_from_checkpoint" and error.args in (("extra_state",), ("ema",)):
                     raise UserError(
                         f"checkpoint {path} holds no moving average: it was trained without --store-ema"
                     ) from error
-                raise unreadable_checkpoint(path) from error
-            except Exception as error:  # whatever torch's reader, and fairseq after it, come to think of
                 if "allocate memory" in str(error):  # which torch has as a RuntimeError
                     raise UserError(f"checkpoint {path} does not fit into the memory that is left: {error}") from error
                 if isinstance(error, OSError) and error.errno:
