@@ -112,31 +112,44 @@ def mos_smoothing_(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logits [n, K, V] become scale · (p_kx (target_weight · r_k + epsilon · ρ_k) − epsilon · R_kx
     − target_weight · r_k · [x = target]). Returns nll and spread, [n] each, and r and ρ, [n, K] each."""
-    scores = logits.to(at_least_float32(logits.dtype), copy=True)
-    if bias is not None:
-        scores += bias
-    target = target.view(-1, 1, 1).expand(-1, scores.size(1), 1)
-    target_score = scores.gather(2, target).squeeze(2)
-    probs = scores.clone()
-    log_sum_exp = log_sum_exp_softmax_(probs)
-    log_joint = log_prior + target_score - log_sum_exp
-    log_target = torch.logsumexp(log_joint, 1)
-    posterior = torch.softmax(log_joint.clamp_(min=torch.finfo(log_joint.dtype).min), 1)
+    wide = at_least_float32(logits.dtype)
+    nll, spread = logits.new_empty(2, len(logits), dtype=wide)
+    posterior, rho = logits.new_empty(2, *log_prior.shape, dtype=wide)
+    for rows in row_blocks(logits.flatten(1)):
+        probs, answer = biased(logits[rows], bias), target[rows].view(-1, 1, 1).expand(-1, logits.size(1), 1)
+        target_score = probs.gather(2, answer).squeeze(2)
+        log_sum_exp = log_sum_exp_softmax_(probs)
+        log_joint = log_prior[rows] + target_score - log_sum_exp
+        nll[rows] = -torch.logsumexp(log_joint, 1)
+        posterior[rows] = torch.softmax(log_joint.clamp_(min=torch.finfo(wide).min), 1)
 
-    scores += (log_prior - log_sum_exp).unsqueeze(2)  # log π_k p_kx
-    if mask is not None:
-        scores.masked_fill_(mask, 0.0)  # a log-sum-exp over nothing but −∞ has no posterior
-    log_probs = torch.logsumexp(scores, 1)
-    shares = scores.sub_(log_probs.unsqueeze(1)).exp_()
-    if mask is not None:
-        log_probs.masked_fill_(mask, 0.0)
-        shares.masked_fill_(mask, 0.0)
-    rho = shares.sum(2)
-    probs *= (target_weight * posterior + epsilon * rho).unsqueeze(2)
-    probs.sub_(shares, alpha=epsilon)
-    probs.scatter_add_(2, target, -target_weight * posterior.unsqueeze(2))
-    logits.copy_(probs.mul_(scale))
-    return -log_target, -log_probs.sum(1), posterior, rho
+        shares = probs * log_prior[rows].exp().unsqueeze(2)  # π_k p_kx
+        mixture = shares.sum(1, keepdim=True)
+        if mask is not None:
+            mixture.masked_fill_(mask, 1.0)
+        if mixture.amin() >= torch.finfo(wide).tiny / torch.finfo(wide).eps:
+            log_probs, shares = mixture.log(), shares.div_(mixture)
+        else:  # what underflows has a logarithm and posteriors all the same, at the price of two more exponentials
+            shares = biased(logits[rows], bias).add_((log_prior[rows] - log_sum_exp).unsqueeze(2))
+            if mask is not None:
+                shares.masked_fill_(mask, 0.0)  # a log-sum-exp over nothing but −∞ has no posterior
+            log_probs = torch.logsumexp(shares, 1, keepdim=True)
+            shares.sub_(log_probs).exp_()
+        if mask is not None:
+            log_probs.masked_fill_(mask, 0.0)
+            shares.masked_fill_(mask, 0.0)
+        spread[rows], rho[rows] = -log_probs.sum(2).squeeze(1), shares.sum(2)
+        probs *= (target_weight * posterior[rows] + epsilon * rho[rows]).unsqueeze(2)
+        probs.sub_(shares, alpha=epsilon)
+        probs.scatter_add_(2, answer, -target_weight * posterior[rows].unsqueeze(2))
+        logits[rows] = probs.mul_(scale) if scale != 1 else probs
+    return nll, spread, posterior, rho
+
+
+def biased(logits: Tensor, bias: Tensor | None) -> Tensor:
+    """logits + bias, in float32 or better, elsewhere."""
+    scores = logits.to(at_least_float32(logits.dtype), copy=True)
+    return scores if bias is None else scores.add_(bias)
 
 
 @functools.lru_cache(maxsize=None)

@@ -4,6 +4,7 @@ Shapes: N tokens, B batch, T time, D features, E embedding, K components, V voca
 """
 
 import dataclasses
+import math
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -13,7 +14,7 @@ import torch
 from half_precision import assert_rounded_alone
 from hypothesis import given, settings
 
-from mixtape_plugin.kernels import common
+from mixtape_plugin.kernels import common, torch_ops
 from mixtape_plugin.kernels.softmax import SoftmaxLoss
 from mixtape_plugin.output_layers import OUTPUT_LAYERS, OutputLayerConfig, build_output_layer
 
@@ -231,6 +232,26 @@ def test_targets_whose_probability_underflows(case, label_smoothing, dtype):
     largest = (layer.weight.abs().sum(1).max() + layer.bias.abs().max()).item()
     tolerance = 4 * torch.finfo(dtype).eps * largest * max(1.0, features.abs().max().item())
     assert_same({name: value.double() for name, value in actual.items()}, expected, tolerance)
+
+
+@pytest.mark.parametrize("masked", [(), MASKED])
+@pytest.mark.parametrize("block", [1, torch_ops.BLOCK])
+def test_smoothed_mos_where_some_probabilities_underflow(block, masked):
+    """Blocks of one token take either of two ways, a block of all tokens one for all of them."""
+    layer = build("mos", masked=masked)
+    with torch.no_grad():
+        layer.weight.mul_(800)
+        layer.context.bias.mul_(1e-4)
+    features, target = random_batch(layer, 6)
+    features[:3] *= 1e-4  # of these no probability underflows
+    expected = by_formula(layer, features, target, label_smoothing=0.1)
+    log_probs = layer(features).detach()[:, reference.predicted_tokens(layer)]
+    smallest = math.log(torch.finfo(torch.float64).tiny)
+    assert (log_probs[:3] > smallest / 2).all() and (log_probs[3:].amin(1) < smallest).all()
+    with mock.patch.object(torch_ops, "BLOCK", block):
+        actual = loss_and_gradients(layer, features, target, label_smoothing=0.1)
+    largest = layer.weight.abs().sum(1).max().item()
+    assert_same(actual, expected, 4 * torch.finfo(torch.float64).eps * largest)
 
 
 @each_smoothing
