@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mixtape_plugin.kernels.common import FusedLoss, Smoothing, chunks, longest
 from mixtape_plugin.kernels.precision import at_least_float32, compute_dtype
+from mixtape_plugin.kernels.torch_ops import log_mixture_
 
 
 @torch.no_grad()
@@ -24,9 +25,8 @@ def mixture_of_softmaxes_log_probs(contexts: Tensor, prior: Tensor, weight: Tens
         log_prior = F.log_softmax(prior, dim=1, dtype=wide)
         log_probs = torch.empty(len(contexts), len(weight), dtype=wide, device=contexts.device)
         for rows in chunks(len(contexts), num_components * len(weight), wide, weight.device, num_components):
-            scores = F.linear(contexts[rows], matrix).to(wide).add_(offset)  # [n, K, V]
-            scores += (log_prior[rows] - torch.logsumexp(scores, 2)).unsqueeze(2)
-            torch.logsumexp(scores, 1, out=log_probs[rows])
+            scores = F.linear(contexts[rows], matrix)  # [n, K, V]
+            log_mixture_(scores, offset, log_prior[rows], log_probs[rows])
         return log_probs
 
 

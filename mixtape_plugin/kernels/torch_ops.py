@@ -127,9 +127,9 @@ def mos_smoothing_(
         mixture = shares.sum(1, keepdim=True)
         if mask is not None:
             mixture.masked_fill_(mask, 1.0)
-        if mixture.amin() >= torch.finfo(wide).tiny / torch.finfo(wide).eps:
+        if not underflows(mixture):
             log_probs, shares = mixture.log(), shares.div_(mixture)
-        else:  # what underflows has a logarithm and posteriors all the same, at the price of two more exponentials
+        else:  # in logarithms, at the price of two more exponentials
             shares = biased(logits[rows], bias).add_((log_prior[rows] - log_sum_exp).unsqueeze(2))
             if mask is not None:
                 shares.masked_fill_(mask, 0.0)  # a log-sum-exp over nothing but −∞ has no posterior
@@ -144,6 +144,29 @@ def mos_smoothing_(
         probs.scatter_add_(2, answer, -target_weight * posterior[rows].unsqueeze(2))
         logits[rows] = probs.mul_(scale) if scale != 1 else probs
     return nll, spread, posterior, rho
+
+
+def log_mixture_(logits: Tensor, bias: Tensor, log_prior: Tensor, out: Tensor) -> None:
+    """log Σ_k π_k softmax_x(logits + bias), into out [n, V], from logits [n, K, V], which may change, bias [V], and
+    log π_k [n, K]."""
+    mask = bias.isneginf()
+    for rows in row_blocks(logits.flatten(1)):
+        if not logits.is_cuda:  # which would have to wait for the answer
+            probs = biased(logits[rows], bias)
+            mixture = torch.softmax(probs, 2, out=probs).mul_(log_prior[rows].exp().unsqueeze(2)).sum(1)
+            if not underflows(mixture.masked_fill(mask, 1.0)):
+                torch.log(mixture, out=out[rows])
+                continue
+        scores = logits[rows].to(out.dtype).add_(bias)
+        scores += (log_prior[rows] - torch.logsumexp(scores, 2)).unsqueeze(2)
+        torch.logsumexp(scores, 1, out=out[rows])
+
+
+def underflows(mixture: Tensor) -> bool:
+    """Whether any of these sums of probabilities, each at least as exact as its largest summand, is too small for that,
+    or no number."""
+    limits = torch.finfo(mixture.dtype)
+    return not bool(mixture.amin() >= limits.tiny / limits.eps)
 
 
 def biased(logits: Tensor, bias: Tensor | None) -> Tensor:

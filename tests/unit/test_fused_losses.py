@@ -245,11 +245,15 @@ def test_smoothed_mos_where_some_probabilities_underflow(block, masked):
     features, target = random_batch(layer, 6)
     features[:3] *= 1e-4  # of these no probability underflows
     expected = by_formula(layer, features, target, label_smoothing=0.1)
-    log_probs = layer(features).detach()[:, reference.predicted_tokens(layer)]
+    log_probs = reference.layer_log_probs(layer, features).detach()  # of the tokens that are not masked
     smallest = math.log(torch.finfo(torch.float64).tiny)
     assert (log_probs[:3] > smallest / 2).all() and (log_probs[3:].amin(1) < smallest).all()
     with mock.patch.object(torch_ops, "BLOCK", block):
         actual = loss_and_gradients(layer, features, target, label_smoothing=0.1)
+        with torch.no_grad():
+            found = layer.log_probs(features)
+    torch.testing.assert_close(found[:, reference.predicted_tokens(layer)], log_probs)
+    assert (found[:, list(masked)] == -torch.inf).all()
     largest = layer.weight.abs().sum(1).max().item()
     assert_same(actual, expected, 4 * torch.finfo(torch.float64).eps * largest)
 
