@@ -84,6 +84,13 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {path} cannot be a folder: {error.strerror}") from None
+    check_writable("--out", path)
+
+
+def check_writable(option: str, folder: str | Path) -> None:
+    """Raises UserError where nothing can be written into a folder, before what takes long."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{option}: {folder} is no folder that can be written to")
 
 
 def write_whole(path: str | Path, write: Callable[[Path], None]) -> None:

@@ -59,6 +59,7 @@ from mixtape_plugin.benchmarks.workloads import (
     layer_options,
     split_layer,
     variants,
+    without_values,
 )
 from mixtape_plugin.drawing import pyplot, save
 from mixtape_plugin.errors import UserError
@@ -139,7 +140,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             raise UserError(f"--shapes {shape.shape} has too few tokens: at least {TINY + 1}")
         for variant in variants(args.layers, ["eager"]):
             try:
-                build_layer(variant, shape._replace(embed_dim=1, feature_dim=1))
+                with without_values():  # of any size
+                    build_layer(variant, shape._replace(embed_dim=1, feature_dim=1))
             except UserError as error:  # of K or r
                 raise UserError(f"--shapes {shape.shape}: {error}") from None
     if args.device == "cpu" and args.dtype == "float16":

@@ -70,7 +70,7 @@ if [ $setup = yes ]; then
   scripts/setup.sh
   PATH=$(cd "${MIXTAPE_VENV:-.venv}" && pwd)/bin:$PATH
 fi
-export OMP_NUM_THREADS=1 PYTHONUTF8=1 # tensors are tiny: both trainings run at once instead
+export OMP_NUM_THREADS=1 PYTHONUTF8=1 PYTHONUNBUFFERED=1 # tensors are tiny: both trainings run at once instead
 ! holds_other_run "$out" ||
   die "--out $out holds a run with other settings ($(cat "$out/settings")): choose another --out or remove it"
 SECONDS=0
@@ -133,7 +133,7 @@ train() { # train LAYER
   fairseq-train "$binarized" --source-lang "$source" --target-lang "$target" --user-dir mixtape_plugin --save-dir "$out/$layer" --arch mixtape_transformer_tiny \
     --encoder-layers 1 --decoder-layers 1 --output-layer "$layer" "${flags[@]}" --dropout 0 --criterion output_layer_cross_entropy \
     --optimizer adam --adam-betas '(0.9, 0.98)' --lr 5e-3 --clip-norm 1 --lr-scheduler polynomial_decay --warmup-updates 100 --total-num-update "$updates" \
-    --max-update "$updates" --max-tokens 1024 --seed 1 --num-workers 0 --no-epoch-checkpoints --log-format simple --log-interval 50 \
+    --max-update "$updates" --max-tokens 1024 --seed 1 --distributed-world-size 1 --num-workers 0 --no-epoch-checkpoints --log-format simple --log-interval 50 \
     2>&1 | tee -ia "$out/$layer/train.log" |
     sed -nu "s/.*train_inner.* ppl=\([0-9.]*\), wps=\([0-9.]*\),.*num_updates=\([0-9]*\),.*/$layer\tupdate \3 of $updates\tperplexity \1\t\2 tokens\/s/p" &
   last_job || die "training $layer failed: $(grep -v '^ ' "$out/$layer/train.log" | tail -n 1)"

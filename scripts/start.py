@@ -9,6 +9,7 @@ Imported before the plugin, as sorting imports has it anyway, it lets `python sc
 of this checkout: nothing needs to be installed, and a copy that is installed from elsewhere is not taken for it.
 """
 
+import errno
 import logging
 import os
 import signal
@@ -43,5 +44,7 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(128 + signal.SIGPIPE)  # as a shell says it of other programs
     except OSError as error:
         if error.filename is None:
+            if error.errno == errno.ENOSPC:
+                raise UserError("what this prints cannot be written: the disk is full") from error
             raise
         raise UserError(f"{error.filename}: {error.strerror or error}") from error

@@ -57,7 +57,14 @@ find_references() { # find_references TARGET: $references, a file or a test set 
   fi
   found=${references:-$data/text/raw.test.$1}
   [ -f "$found" ] || die "${references:+--references }$found is no file; run prepare.sh first, or give the references as --references FILE"
+  same_number "$found"
   references=(--references "$found")
+}
+
+same_number() { # same_number FILE: has as many lines as the test text, where that is there: else all work would be for nothing
+  local text=$data/text/raw.test.en
+  [ ! -f "$text" ] || [ "$(lines "$1")" = "$(lines "$text")" ] ||
+    die "$1 has $(lines "$1") lines, and the test text, $text, has $(lines "$text")"
 }
 
 # validation CHECKPOINT SPLIT LOG FLAG...: fairseq-validate, its loss and perplexity into $save/SPLIT-perplexity.txt.part
@@ -139,21 +146,23 @@ evaluate_translation() {
   trained=$(sed -n 's/.* | \[\([^]]*\)\] dictionary: [0-9]* types$/\1/p' "$save/train.log" 2>/dev/null | tail -n 1) || true
   [ "${trained:-$1}" = "$1" ] || die "--data $data is for $1, and $save/train.log says that it translates to $trained"
   local tokens=$data/text/lower-cased-tokens.test.$1
-  [ ! -f "$tokens" ] || references+=(--lower-cased-tokens "$tokens")
+  [ ! -f "$tokens" ] || { same_number "$tokens"; references+=(--lower-cased-tokens "$tokens"); }
 
-  local before="" now made=(test.hyp score.{txt,json})
+  local folder before="" now made=(test.hyp score.{txt,json})
   local of_this=(test-perplexity.txt "${analyses[@]}" {test,valid}.hyp {,valid-}score.{txt,json} lenpen{,.json})
   [ -z "$valid" ] || made+=(valid.hyp valid-score.{txt,json})
   [ -z "$tune_lenpen" ] || made+=(lenpen{,.json})
-  # average.md5 is of the average that the files here belong to: average.pt may be a later one, of a run that was killed.
+  # average.md5 is of the average and the data that the files here belong to: average.pt may be a later one, of a run that
+  # was killed.
+  folder=$(cd "$data" && pwd -P) || die "--data $data is no folder that can be read"
   if [ -f "$save/average.md5" ]; then
     before=$(cat "$save/average.md5")
   elif [ -f "$save/average.pt" ]; then
-    before=$(checksum md5 "$save/average.pt")
+    before="$(checksum md5 "$save/average.pt") $folder"
   fi
   python "$root/scripts/average_checkpoints.py" --last "${last:-$2}" "$save" --by "$3" --output "$save/average.pt"
-  now=$(checksum md5 "$save/average.pt")
-  [ -n "$before" ] && [ "$now" = "$before" ] || (cd "$save" && rm -rf "${of_this[@]}") # they are of another model
+  now="$(checksum md5 "$save/average.pt") $folder"
+  [ -n "$before" ] && [ "$now" = "$before" ] || (cd "$save" && rm -rf "${of_this[@]}") # they are of another model or text
   echo "$now" >"$save/average.md5"
   validation average.pt test validate.log "${flags[@]}" # fails with another dictionary, before what is there is lost
   show test-perplexity.txt
@@ -241,6 +250,8 @@ evaluate_language_model() {
     *" --path"*) die "another model is not allowed: the figures are of $save/checkpoint_best.pt" ;;
   esac
   if [ -n "$dynamic$cache" ]; then
+    [ -z "$dynamic" ] || [ -z "$cache" ] || [ "${extra[*]:---cpu}" = --cpu ] ||
+      die "--dynamic and --cache at once take no further flags but --cpu, as each has its own: give one after the other"
     adapt "$dataset" "${extra[@]+"${extra[@]}"}"
   else
     perplexity valid 10 "$unit" "${flags[@]}" "${extra[@]+"${extra[@]}"}"

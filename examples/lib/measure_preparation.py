@@ -200,15 +200,16 @@ def write_many_words(folder, count):
 def measure_limits(folder, workers, merges):
     """What does not grow any more, at its limit: words counted at once, and words that subwords are learned of."""
     text, words = write_many_words(folder, MAX_COUNTED_WORDS)
-    prepare = f"{sys.executable} {ROOT}/examples/lib/prepare_parallel.py"
-    learn = f"{Path(sys.executable).parent}/subword-nmt learn-bpe --dict-input"
+    prepare = [sys.executable, ROOT / "examples" / "lib" / "prepare_parallel.py"]
+    learn = [Path(sys.executable).parent / "subword-nmt", "learn-bpe", "--dict-input"]
     for command in (
-        f"{prepare} words {text} --output {folder}/words --workers {workers}",
-        f"{learn} --symbols {merges} --input {words} --output {folder}/codes",
-        f"{prepare} sentencepiece {words} {folder}/spm.model --size {merges}",
+        [*prepare, "words", text, "--output", folder / "words", "--workers", workers],
+        [*learn, "--symbols", merges, "--input", words, "--output", folder / "codes"],
+        [*prepare, "sentencepiece", words, folder / "spm.model", "--size", merges],
     ):
-        ((seconds, peak),) = measure(command.split()).values()
-        print(f"| {command} | {peak / 2**20:,.0f} MiB, {seconds:.0f} s |", flush=True)
+        command = list(map(str, command))
+        ((seconds, peak),) = measure(command).values()
+        print(f"| {' '.join(command)} | {peak / 2**20:,.0f} MiB, {seconds:.0f} s |", flush=True)
 
 
 def main():

@@ -89,7 +89,7 @@ def references(path, responses):
     with open(path, encoding="utf-8") as file:
         try:
             found = [[words(text) for text in entry["responses"]] for entry in json.load(file)]
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise ValueError(f'{path} is no list of {{"responses": [text, …], …}}') from None
     with open(responses, encoding="utf-8") as file:
         expected = [line.split() for line in file]

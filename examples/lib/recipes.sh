@@ -8,6 +8,7 @@ venv=$(cd "$root" && cd "${MIXTAPE_VENV:-.venv}" 2>/dev/null && pwd) || venv=""
 [ -n "$venv" ] || [ -z "${MIXTAPE_VENV-}" ] || die "MIXTAPE_VENV is $MIXTAPE_VENV, which is no folder; scripts/setup.sh sets up all that is needed"
 PATH=${venv:+$venv/bin:}$PATH
 export PYTHONUTF8=1 # the tools would otherwise follow the locale
+export PYTHONUNBUFFERED=1 # else a line of a log may come between a translation and its end
 
 lines() { wc -l <"$1" | tr -d ' '; }
 positive() { [[ $2 =~ ^[1-9][0-9]*$ ]] || die "$1 is '$2', allowed is a positive whole number"; }

@@ -28,6 +28,8 @@ plan() {
 # --print only prints it
 fairseq_train() {
   local log=$save/train.log
+  # fairseq would take all GPUs there are, each with an update's tokens of its own, and another training would come of it.
+  [[ " $* " = *" --distributed-world-size "* ]] || set -- --distributed-world-size 1 "$@"
   set -- fairseq-train "$data" --user-dir "$root/mixtape_plugin" --save-dir "$save" --seed "$seed" \
     "$@" "${precision[@]+"${precision[@]}"}" "${extra[@]+"${extra[@]}"}"
   if [ -n "$print" ]; then

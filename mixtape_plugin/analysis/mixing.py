@@ -55,6 +55,12 @@ def measure(priors: Tensor, contexts: Tensor, context_scale: float = 1.0) -> dic
     }
 
 
+def check_mixes(trained: TrainedModel) -> None:
+    """Raises UserError where the model's output layer has no components."""
+    if not isinstance(trained.layer, MixtureLayer):
+        raise UserError(f"{trained.folder} has --output-layer {trained.layer.config.output_layer}, which mixes nothing")
+
+
 @torch.no_grad()
 def walk(trained: TrainedModel, split: str, progress: Callable[[int], object]) -> dict[str, Tensor]:
     """:func:`measure` of every context of a text, in its order, with the priors of its target.
@@ -62,11 +68,10 @@ def walk(trained: TrainedModel, split: str, progress: Callable[[int], object]) -
     ``progress`` is called with the number of contexts of each step.
 
     Raises:
-        UserError: the model's output layer has no components.
+        UserError: as :func:`check_mixes`.
     """
+    check_mixes(trained)
     layer, parts = trained.layer, []
-    if not isinstance(layer, MixtureLayer):
-        raise UserError(f"{trained.folder} has --output-layer {layer.config.output_layer}, which mixes nothing")
     scale = 1.0 if layer.context_scale is None else layer.context_scale.item()
     for features, targets in trained.pieces(split):
         found = measure(layer.priors(features, targets).float(), layer.context_vectors(features).float(), scale)

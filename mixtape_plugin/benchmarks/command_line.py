@@ -19,6 +19,8 @@ from mixtape_plugin.errors import UserError, check_least
 from mixtape_plugin.files import check_outputs, is_device, write_csv
 from mixtape_plugin.tables import table
 
+LARGEST_BATCH = 16  # times a shape's own
+
 
 def add_common_options(
     parser: argparse.ArgumentParser, impls: Sequence[str], default_impls: str, default_smoothing: str
@@ -40,9 +42,8 @@ def add_common_options(
     parser.add_argument(
         "--largest-batch",
         type=int,
-        default=16,
         metavar="N",
-        help="end the search for that batch at N times the batch of the shape; default: %(default)s",
+        help=f"end the search for that batch at N times the batch of the shape; default: {LARGEST_BATCH}",
     )
     parser.add_argument("--out", metavar="FILE", help="also write the table as CSV")
 
@@ -55,6 +56,10 @@ def check_common_options(args: argparse.Namespace, **least) -> None:
     """
     args.threads = torch.get_num_threads() if args.threads is None else args.threads
     check_least(args, **{"rounds": 1, "threads": 1, "memory_limit": 0, "largest_batch": 1, **least})
+    if args.largest_batch is None:
+        args.largest_batch = LARGEST_BATCH
+    elif args.memory_budget is None:
+        raise UserError(f"--largest-batch {args.largest_batch} needs --memory-budget")
     if args.label_smoothing is not None and not 0 <= args.label_smoothing < 1:
         raise UserError(f"--label-smoothing {args.label_smoothing} is not allowed: from 0 to less than 1")
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -36,7 +36,8 @@ def evaluation_parser(
         "--segment-length", type=int, default=segment_length, help=f"{segment_help} (default: %(default)s)"
     )
     parser.add_argument("--search", action="store_true", help=f"choose {searched} on the validation text")
-    parser.add_argument("--out", type=Path, default=Path(out), help="folder of --search (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help=f"folder of --search (default: {out})")
+    parser.set_defaults(default_out=Path(out))
     parser.add_argument("--cpu", action="store_true", help="use the CPU where there is a GPU, too")
     return parser
 
@@ -55,7 +56,7 @@ def check_search(args: argparse.Namespace, grids: Iterable[str], chosen: dict) -
         grids: options that only ``--search`` looks at.
         chosen: option -> its grid, which takes its place in ``--search``.
     """
-    for name in grids:
+    for name in [*grids, "out"]:
         if getattr(args, name) is not None and not args.search:
             raise UserError(f"--{name.replace('_', '-')} {shown(getattr(args, name))} needs --search")
     for name, grid in chosen.items():
@@ -64,6 +65,7 @@ def check_search(args: argparse.Namespace, grids: Iterable[str], chosen: dict) -
                 f"--{name.replace('_', '-')} {shown(getattr(args, name))} does not go with --search, which chooses it: "
                 f"give --{grid.replace('_', '-')}"
             )
+    args.out = args.out or args.default_out
 
 
 def shown(value: object) -> str:
