@@ -89,8 +89,11 @@ def make_folder(path: Path) -> None:
 
 def check_writable(option: str, folder: str | Path) -> None:
     """Raises UserError where nothing can be written into a folder, before what takes long."""
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"{option}: {folder} is no folder that can be written to")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"{option}: nothing can be written into {folder}: {error.strerror}") from None
 
 
 def write_whole(path: str | Path, write: Callable[[Path], None]) -> None:

@@ -310,10 +310,11 @@ def test_mixing_of_a_translation_model(translation_model, tmp_path):
     assert all(1 <= float(row["components"]) <= int(row["K"]) and 0 < float(row["length"]) <= 1 for row in rows)
 
 
-def test_mixing_of_softmax_is_refused(trained_language_models, tmp_path):
-    data, (softmax, *_) = trained_language_models
+def test_mixing_of_softmax_is_refused_before_any_is_read(trained_language_models, tmp_path, monkeypatch):
+    data, (softmax, mixture, *_) = trained_language_models
+    monkeypatch.setattr(analyze.mixing, "walk", None)
     with pytest.raises(UserError, match="--output-layer softmax, which mixes nothing"):
-        analyze.main(["mixing", data, str(softmax), "--out", str(tmp_path), "--cpu"])
+        analyze.main(["mixing", data, str(mixture), str(softmax), "--out", str(tmp_path), "--cpu"])
 
 
 # --------------------------------------------------------------------------------------------------------- similarity

@@ -157,6 +157,11 @@ def test_refuses_an_output_without_a_name(output, tmp_path):
         script.main(["--inputs", save(tmp_path / "1.pt"), "--output", output])
 
 
+def test_refuses_a_folder_that_is_not_there_before_it_reads(tmp_path):
+    with pytest.raises(UserError, match=f"^--output: nothing can be written into {tmp_path}/no: No such file"):
+        script.main(["--inputs", str(tmp_path / "missing.pt"), "--output", str(tmp_path / "no" / "out.pt")])
+
+
 def test_refuses_what_is_no_tensor(tmp_path):
     path = save(tmp_path / "1.pt", steps=3)
     with pytest.raises(UserError, match="1.pt holds something else than tensors under 'model'"):

@@ -46,6 +46,7 @@ COMMANDS = {
             ("--search --weights 0.1 1", "is not allowed: from 0 to less than 1, each"),
             ("--search --windows 5 0", "is not allowed: 1 to 1,000,000,000, each"),
             ("--windows 5 7", "--windows 5 7 needs --search"),
+            ("--out folder", "--out folder needs --search"),
             ("--search --theta 2", "--theta 2.0 does not go with --search, which chooses it: give --thetas"),
         ],
     ),

@@ -382,6 +382,8 @@ def test_dynamic_evaluation_and_cache(example, tmp_path):
         assert (args.data, args.path) == (str(tmp_path), f"{tmp_path}/checkpoint_best.pt")
         assert (args.dataset, args.subset, args.cpu) == (example, "test", True)
     assert len(printed) == 2
+    message = mistake(example, "evaluate.sh", tmp_path, *flags, "--decay", "0.05", MIXTAPE_VENV=venv)
+    assert message.startswith("evaluate.sh: --dynamic and --cache at once take no further flags but --cpu, ")
     broken = stub(tmp_path / "broken", python="echo half a line; echo no memory >&2; exit 1")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     assert mistake(example, "evaluate.sh", tmp_path, *flags, MIXTAPE_VENV=broken) == "no memory"

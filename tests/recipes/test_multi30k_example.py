@@ -248,6 +248,10 @@ def test_train_and_evaluate(prepared, tmp_path):
             (save / name).exists() for name in ("rank.json", "score.json", "valid-score.json", "lenpen", "lenpen.json")
         ]
         assert left == [kept] * len(left)
+    other = shutil.copytree(prepared, tmp_path / "other")
+    (save / "score.json").write_text("of another text")
+    assert mistake("evaluate.sh", save, "--data", other, "--last", 4, MIXTAPE_VENV=broken).endswith("no memory")
+    assert not (save / "score.json").exists()
 
     french = tmp_path / "french"
     (french / "text").mkdir(parents=True)
@@ -294,6 +298,12 @@ def test_train_and_evaluate_refuse_mistakes(tmp_path):
     assert mistake("evaluate.sh", tmp_path / "12:30", "--data", tmp_path) == message
     message = "evaluate.sh: --tune-lenpen is '1,2', allowed are numbers, 0 or more, such as '1 1.5 2'"
     assert mistake("evaluate.sh", tmp_path, "--data", tmp_path, "--tune-lenpen", "1,2") == message
+    (tmp_path / "text" / "raw.test.en").write_text("a dog\n")
+    (tmp_path / "two").write_text("ein Hund\nzwei\n")
+    message = f"evaluate.sh: {tmp_path}/two has 2 lines, and the test text, {tmp_path}/text/raw.test.en, has 1"
+    assert mistake("evaluate.sh", tmp_path, "--data", tmp_path, "--references", tmp_path / "two") == message
+    shutil.move(tmp_path / "two", tmp_path / "text" / "lower-cased-tokens.test.de")
+    assert " has 2 lines, and the test text, " in mistake("evaluate.sh", tmp_path, "--data", tmp_path)
     brackets = tmp_path / "data[1]"  # a pattern of the shell that matches another name
     shutil.copytree(tmp_path / "text", brackets / "text")
     assert mistake("evaluate.sh", tmp_path, "--data", brackets, "--tune-lenpen", "1,2") == message

@@ -392,6 +392,7 @@ def test_drawing_appears_whole_or_not_at_all(tmp_path, monkeypatch):
         ["--memory-limit", "nan"],
         ["--memory-budget", "1e+18"],
         ["--largest-batch", "0"],
+        ["--largest-batch", "3"],
         ["--label-smoothing", "-0.1"],
         ["--out", "no/such/folder/run.csv"],
         ["--plot", "no/such/folder/run.png"],

@@ -417,6 +417,7 @@ def test_csv_appears_whole_or_not_at_all(tmp_path):
         ["--memory-budget", "0.0"],
         ["--memory-budget", "1e+18"],
         ["--largest-batch", "0"],
+        ["--largest-batch", "3"],
         ["--label-smoothing", "1.0"],
         ["--impls", "liger"],
         ["--plot", "sweep.png"],

@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 from recipes import ROOT
@@ -46,6 +47,9 @@ def test_a_folder_in_the_place_of_a_file(tmp_path):
     assert (tmp_path / "new" / "deep").is_dir()
     with pytest.raises(UserError, match=f"^--out {tmp_path}/file cannot be a folder: File exists$"):
         make_folder(tmp_path / "file")
+    if os.path.isdir("/proc/self"):  # which nobody can write into
+        with pytest.raises(UserError, match="^--out: nothing can be written into /proc/self: "):
+            make_folder(Path("/proc/self"))
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):
