@@ -16,7 +16,7 @@ LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 FAIRSEQ_SENTENCES = (
     *("Dataset not found:", "Model file not found:", "Could not infer language pair"),
     *("--share-all-embeddings ", "--finetune-from-model "),
-    *("Size of sample #", "world size is ", "MultilingualTranslationTask requires "),
+    *("Size of sample #", "world size is ", "The dataset is empty. ", "MultilingualTranslationTask requires "),
 )
 AFTER_DIVERGENCE = "lower --lr; checkpoints that were saved before are as they were"
 

@@ -112,6 +112,11 @@ class OutputLayerCrossEntropy(FairseqCriterion):
         known = ["loss", "nll_loss", "ppl", *self.reportable] + ["bleu"] * translates
         if metric not in known and (translates or reduce_metrics is FairseqTask.reduce_metrics):
             raise UserError(f"--best-checkpoint-metric {metric} is none of {', '.join(known)}")
+        larger, maximize = metric in ("accuracy", "bleu"), cfg.checkpoint.maximize_best_checkpoint_metric
+        if metric in known and larger != maximize:
+            do = "needs --maximize-best-checkpoint-metric: add it"
+            leave = "is better where it is smaller: leave --maximize-best-checkpoint-metric out"
+            raise UserError(f"--best-checkpoint-metric {metric} {do if larger else leave}")
 
     def forward(self, model: BaseFairseqModel, sample: dict, reduce: bool = True) -> Tuple[Tensor, int, dict]:
         """The summed loss in nats, the sample size that divides its gradient, and what to log."""

@@ -32,6 +32,7 @@ from mixtape_plugin.fairseq_compat.data import (
     shuffle_after_the_curriculum,
 )
 from mixtape_plugin.fairseq_compat.half_precision import (
+    differentiate_attention_in_bfloat16,
     keep_float32_weights_in_checkpoints,
     keep_the_counts_of_the_loss_scale,
     let_amp_use_its_optimizer,
@@ -89,6 +90,7 @@ def repair() -> None:
     refuse_broken_data()
     refuse_blocks_that_would_be_skipped()
     train_bf16_without_xla()
+    differentiate_attention_in_bfloat16()
     refuse_amp_beside_half_precision()
     ask_for_the_task_of_a_language_model()
     ask_for_the_task_of_a_validation()

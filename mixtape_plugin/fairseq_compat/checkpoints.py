@@ -117,6 +117,7 @@ def explain_checkpoints_that_do_not_fit() -> None:
 
     def load(load_state_dict):
         def load_or_explain(self, state_dict, *args, **kwargs):
+            refuse_to_make_one(self, state_dict)
             try:
                 return load_state_dict(self, state_dict, *args, **kwargs)
             except RuntimeError:
@@ -274,6 +275,23 @@ def begin_other_parameters_anew(
             f"{path} begins a training with --output-layer {layer.config.output_layer}; of its parameters these begin "
             f"anew: {'; '.join([names, *replaced])}"
         )
+
+
+def refuse_to_make_one(model: BaseFairseqModel, weights: dict) -> None:
+    """Raises UserError where the output embedding is tied in the model, and another than the input's in the weights: it
+    would become the one that is loaded last."""
+    layer = find_output_layer(model)
+    if layer is None:
+        return
+    for name, others in tied_to_the_rest(model, prefix_of(layer, model)).items():
+        for other in others:
+            left, right = weights.get(name), weights.get(other)
+            both = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and left.shape == right.shape
+            if both and not torch.equal(left, right.to(left)):
+                raise UserError(
+                    f"the checkpoint's {name} differs from its {other}, and in the model they are one: leave out "
+                    "--share-decoder-input-output-embed, --share-all-embeddings, or what else ties them"
+                )
 
 
 def tied_to_the_rest(model: BaseFairseqModel, prefix: str) -> dict[str, list[str]]:

@@ -4,7 +4,6 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field
 from typing import Union
 
-import torch
 from fairseq.data import Dictionary
 from fairseq.distributed import fsdp_wrap
 from fairseq.models import register_model, register_model_architecture
@@ -22,7 +21,7 @@ from fairseq.tasks import FairseqTask
 from omegaconf import DictConfig
 from torch import nn
 
-from mixtape_plugin.errors import UserError, check_type, check_values
+from mixtape_plugin.errors import UserError, check_least, check_type, check_values
 from mixtape_plugin.models.options import add_options, complete_options, output_layer_for
 from mixtape_plugin.modules.relative_attention import RelativeMultiheadAttention
 from mixtape_plugin.output_layers import OutputLayerConfig, output_layer_class
@@ -111,10 +110,6 @@ def prepare_options(args: Union[Namespace, DictConfig]) -> Namespace:
     TransformerConfig.from_namespace would lose ours."""
     args = complete_options(args, OutputLayerConfig, RelativePositionConfig)
     check_options(args)
-    if not torch.cuda.is_available():
-        # On a CPU torch's flash attention takes seven times as long to differentiate in bfloat16 as in float32. The
-        # switch is the whole process's: the next model in float32 puts it back.
-        torch.backends.cuda.enable_flash_sdp(not getattr(args, "bf16", False))
     return args
 
 
@@ -125,8 +120,14 @@ def check_options(args: Namespace) -> None:
             check_type(args, name, float)
             check_values(args, {name: (0 <= getattr(args, name) <= 1, "from 0 to 1")})
     for side in ("encoder", "decoder"):
+        for name, least in (("embed_dim", 1), ("attention_heads", 1), ("layers", 0)):
+            if hasattr(args, f"{side}_{name}"):
+                check_type(args, f"{side}_{name}", int)
+                check_least(args, **{f"{side}_{name}": least})
+        if hasattr(args, f"{side}_layers_to_keep"):
+            check_type(args, f"{side}_layers_to_keep", str, optional=True)
         width, heads = getattr(args, f"{side}_embed_dim", 0), getattr(args, f"{side}_attention_heads", 1)
-        if heads < 1 or width % heads:
+        if width % heads:
             raise UserError(
                 f"--{side}-attention-heads {heads} is not allowed: a number that divides --{side}-embed-dim {width}"
             )

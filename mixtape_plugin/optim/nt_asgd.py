@@ -28,7 +28,8 @@ class NTASGDConfig(FairseqDataclass):
         metadata={"help": "start averaging after this epoch, whatever validation says; 0: from the first update"},
     )
     stop_when_nonmonotone: bool = field(
-        default=False, metadata={"help": "fine-tuning: end the training where --nonmono would start averaging"}
+        default=False,
+        metadata={"help": "end averaged SGD (--averaging-epoch) where --nonmono would start it: fine-tuning"},
     )
     lr: List[float] = II("optimization.lr")
 
@@ -71,6 +72,8 @@ class NTASGD(FairseqOptimizer):
                 "lr": (min(cfg.lr) >= 0, "0 or more"),
             },
         )
+        if cfg.stop_when_nonmonotone and cfg.averaging_epoch is None:
+            raise UserError("--stop-when-nonmonotone needs --averaging-epoch, such as 0: it ends averaged SGD")
         self._sgd = self._optimizer = torch.optim.SGD(params, **self.optimizer_config)
         self.history = []  # validation losses, one at the end of each validated epoch
         self.finished = False

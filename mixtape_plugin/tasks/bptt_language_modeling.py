@@ -181,6 +181,11 @@ class BpttLanguageModelingTask(LanguageModelingTask):
                 "--criterion label_smoothed_cross_entropy gives mass to symbols that cannot be predicted: "
                 "use --criterion output_layer_cross_entropy or awd_lstm_cross_entropy"
             )
+        if getattr(cfg, "ignore_prefix_size", 0):
+            raise UserError(
+                f"--ignore-prefix-size {cfg.ignore_prefix_size} does not go with --task bptt_language_modeling, which "
+                "predicts each token of a text once, and has no sentences: leave it out"
+            )
         return super().build_criterion(cfg, *args, **kwargs)
 
     # -------------------------------------------------------------------------------------------------- data

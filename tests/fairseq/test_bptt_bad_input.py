@@ -197,6 +197,12 @@ def test_checkpoints_chosen_by_a_number_that_is_not_reported(text, tmp_path):
         run("train", *lm_args(text, tmp_path, "--best-checkpoint-metric", "bpc"))
 
 
+def test_a_text_has_no_sentences_whose_prefix_could_be_ignored(text, tmp_path):
+    more = ["--criterion", "output_layer_cross_entropy", "--ignore-prefix-size", 5]
+    with pytest.raises(UserError, match="^--ignore-prefix-size 5 does not go with --task bptt_language_modeling"):
+        run("train", *lm_args(text, tmp_path, *more))
+
+
 def test_a_model_without_a_hidden_state_is_refused(text, tmp_path):
     more = "--task bptt_language_modeling --arch lstm_lm --decoder-layers 1 --batch-size 4 --cpu".split()
     with pytest.raises(UserError, match="needs a model that keeps its hidden state, .* not LSTMLanguageModel"):

@@ -153,6 +153,16 @@ def test_embeddings_that_become_one_have_to_be_alike():
         begin_other_parameters_anew("old.pt", dict(old.state_dict()), new)
 
 
+def test_two_embeddings_are_not_loaded_into_one():
+    """Not without a word: the one that is loaded last would be both."""
+    old, new = build_model(output_layer="softmax"), build_model(output_layer="softmax", **TIED)
+    with pytest.raises(UserError, match=r"^the checkpoint's decoder.output_projection.weight differs from its decoder"):
+        new.load_state_dict(old.state_dict())
+    old.decoder.output_projection.weight.data.copy_(old.decoder.embed_tokens.weight)
+    new.load_state_dict(old.state_dict())
+    assert torch.equal(new.decoder.embed_tokens.weight, old.decoder.embed_tokens.weight)
+
+
 def test_every_option_that_differs_is_said(caplog):
     """Where the layer is another one, its options say nothing."""
     options = {"output_layer": "gss", "gss_c": -1.0, "gss_k": 3.0}

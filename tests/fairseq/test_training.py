@@ -26,6 +26,7 @@ from conftest import (
 )
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+from fairseq.models import BaseFairseqModel
 from fairseq.tasks import FairseqTask
 from fairseq_cli.train import should_stop_early
 from omegaconf import OmegaConf
@@ -131,10 +132,10 @@ class PlainTask(TaskOfItsOwn):
     reduce_metrics = FairseqTask.reduce_metrics
 
 
-def training(metric="loss", **processes):
+def training(metric="loss", maximize=False, **processes):
     several = {"find_unused_parameters": True, "distributed_world_size": 1, "ddp_backend": "legacy_ddp", **processes}
     criterion = {"_name": "output_layer_cross_entropy"}
-    checkpoint = {"best_checkpoint_metric": metric}
+    checkpoint = {"best_checkpoint_metric": metric, "maximize_best_checkpoint_metric": maximize}
     return OmegaConf.create({"distributed_training": several, "checkpoint": checkpoint, "criterion": criterion})
 
 
@@ -144,6 +145,22 @@ def test_a_task_may_report_a_number_of_its_own(task, refused):
     message = "^--best-checkpoint-metric fluency is none of loss, nll_loss, ppl, accuracy$"
     with pytest.raises(UserError, match=message) if refused else contextlib.nullcontext():
         criterion.check_training(training(metric="fluency"), build_small_model(dictionary=task.target_dictionary))
+
+
+@pytest.mark.parametrize(
+    "metric, maximize, sentence",
+    [
+        ("accuracy", False, "--best-checkpoint-metric accuracy needs --maximize-best-checkpoint-metric: add it"),
+        ("ppl", True, "--best-checkpoint-metric ppl is better where it is smaller: leave --maximize-best-checkpoint-"),
+        ("accuracy", True, None),
+        ("ppl", False, None),
+    ],
+)
+def test_the_best_checkpoint_is_not_the_worst(metric, maximize, sentence):
+    criterion = OutputLayerCrossEntropy(PlainTask(None), False, report_accuracy=True)
+    model = build_small_model(dictionary=PlainTask.target_dictionary)
+    with pytest.raises(UserError, match=f"^{sentence}") if sentence else contextlib.nullcontext():
+        criterion.check_training(training(metric=metric, maximize=maximize), model)
 
 
 @pytest.mark.parametrize(
@@ -322,6 +339,17 @@ def test_patience_counts_across_interruptions(data, tmp_path):
     weights = ["--finetune-from-model", tmp_path / "checkpoint_last.pt", "--save-dir", tmp_path / "finetuned"]
     assert epochs(*weights) == [1, 2, 3, 4], "another training counts anew"
     assert epochs("--reset-meters") == [7, 8, 9, 10], "and so does one that is told to"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of CPUs")
+def test_bfloat16_of_one_training_leaves_no_trace_in_the_next(data, tmp_path):
+    """The switch of attention is the process's: a training in float32 is the same after one in bfloat16."""
+    for number, bf16 in enumerate((False, True, False)):
+        run("train", *train_args(data, tmp_path / str(number), "--max-update", 1, *["--bf16"] * bf16))
+        assert torch.backends.cuda.flash_sdp_enabled() == (not bf16)
+    BaseFairseqModel.from_pretrained(str(tmp_path / "1"), "checkpoint_last.pt", str(data))
+    assert torch.backends.cuda.flash_sdp_enabled(), "a model in float32, whatever it was trained in"
 
 
 # ---------------------------------------------------------------------------------------- several processes

@@ -299,11 +299,13 @@ def test_train_and_evaluate_refuse_mistakes(tmp_path):
     message = "evaluate.sh: --tune-lenpen is '1,2', allowed are numbers, 0 or more, such as '1 1.5 2'"
     assert mistake("evaluate.sh", tmp_path, "--data", tmp_path, "--tune-lenpen", "1,2") == message
     (tmp_path / "text" / "raw.test.en").write_text("a dog\n")
-    (tmp_path / "two").write_text("ein Hund\nzwei\n")
-    message = f"evaluate.sh: {tmp_path}/two has 2 lines, and the test text, {tmp_path}/text/raw.test.en, has 1"
-    assert mistake("evaluate.sh", tmp_path, "--data", tmp_path, "--references", tmp_path / "two") == message
-    shutil.move(tmp_path / "two", tmp_path / "text" / "lower-cased-tokens.test.de")
-    assert " has 2 lines, and the test text, " in mistake("evaluate.sh", tmp_path, "--data", tmp_path)
+    for name in ("lower-cased-tokens.test.de", "raw.test.de"):
+        (tmp_path / "text" / name).write_text("ein Hund\nzwei Hunde\n")
+        other = (
+            f"evaluate.sh: {tmp_path}/text/{name} has 2 lines, and the test text, {tmp_path}/text/raw.test.en, has 1"
+        )
+        assert mistake("evaluate.sh", tmp_path, "--data", tmp_path) == other
+        (tmp_path / "text" / name).write_text("ein Hund\n")
     brackets = tmp_path / "data[1]"  # a pattern of the shell that matches another name
     shutil.copytree(tmp_path / "text", brackets / "text")
     assert mistake("evaluate.sh", tmp_path, "--data", brackets, "--tune-lenpen", "1,2") == message

@@ -191,14 +191,6 @@ def test_parameters_of_the_paper(arch):
     assert round(count / 1e9, 1) == WMT[arch]["billions"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of CPUs")
-def test_one_models_bfloat16_leaves_no_trace_in_the_next():
-    """The switch is the process's: a training in float32 is the same after one in bfloat16."""
-    for bf16 in (False, True, False):
-        build_model("mixtape_transformer_tiny", make_dictionary(), bf16=bf16)
-        assert torch.backends.cuda.flash_sdp_enabled() == (not bf16)
-
-
 def test_relative_attention_has_the_noise_of_quantization():
     for noise in 0.0, 0.1:
         model = build_small_model(max_relative_position=3, quant_noise_pq=noise, quant_noise_pq_block_size=4)
