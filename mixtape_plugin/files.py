@@ -87,6 +87,12 @@ def make_folder(path: Path) -> None:
     check_writable("--out", path)
 
 
+def check_place(option: str, path: str | Path) -> None:
+    """Raises UserError where :func:`write_whole` could not write beside a path, before what takes long."""
+    if not is_device(path) and (os.path.isfile(path) or not os.path.exists(path)):
+        check_writable(option, os.path.dirname(os.path.realpath(path)))
+
+
 def check_writable(option: str, folder: str | Path) -> None:
     """Raises UserError where nothing can be written into a folder, before what takes long."""
     try:

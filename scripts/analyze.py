@@ -29,7 +29,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Sequence
+from typing import Iterator, Sequence
 
 import start
 import torch
@@ -140,17 +140,16 @@ def run_rank(args: argparse.Namespace) -> None:
 # ----------------------------------------------------------------------------------------------- predictions
 
 
-def models_of_one_text(args: argparse.Namespace) -> list[tuple]:
-    """Name, model and text of each folder; raises UserError where two read different texts."""
-    found, first = [], None
+def models_of_one_text(args: argparse.Namespace) -> Iterator[tuple]:
+    """Name, model and text of each folder, one after the other; raises UserError where two read different texts."""
+    first = None
     for folder, name in args.names.items():
         trained = load(folder, args.data, args.checkpoint, device(args))
         text = trained.read(args.subset)
         first = first or text
         if not torch.equal(text.targets, first.targets):
             raise UserError(f"{folder} reads another text than the first folder: compare models of one text")
-        found.append((name, trained, text))
-    return found
+        yield name, trained, text
 
 
 def run_predictions(args: argparse.Namespace) -> None:
@@ -232,10 +231,9 @@ def run_frequency(args: argparse.Namespace) -> None:
 
 def run_mixing(args: argparse.Namespace) -> None:
     found, components = {}, {}
-    models = models_of_one_text(args)
-    for _, trained, _ in models:  # a layer that mixes nothing, before anything takes time
-        mixing.check_mixes(trained)
-    for name, trained, text in models:
+    for folder in args.names:  # a layer that mixes nothing, before anything takes time
+        mixing.check_mixes(load(folder, args.data, args.checkpoint))
+    for name, trained, text in models_of_one_text(args):
         with progress_bar(name, len(text)) as bar:
             found[name] = mixing.walk(trained, args.subset, bar.update)
         components[name] = trained.layer.num_components

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 import mixtape_plugin
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import check_outputs, check_writable, write_whole, writing
+from mixtape_plugin.files import check_outputs, check_place, write_whole, writing
 
 PATTERNS = {"epochs": re.compile(r"checkpoint(\d+)\.pt"), "updates": re.compile(r"checkpoint_\d+_(\d+)\.pt")}
 
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args.output or os.path.isdir(args.output):
         raise UserError(f"--output '{args.output}' is not allowed: the name of a file")
     check_outputs({"--output": args.output}, paths)
-    check_writable("--output", os.path.dirname(args.output) or ".")
+    check_place("--output", args.output)
     state = average(paths)
     with writing("--output", args.output):
         write_whole(args.output, lambda part: save(state, part))

@@ -108,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 corpus.mkdir()
                 write_corpus(corpus, args.seed, sizes)
                 os.replace(corpus, args.out)
+    except UserError:
+        raise
     except (MemoryError, ValueError, OverflowError):  # ValueError: beyond what numpy counts to
         raise UserError("--train, --valid and --test are more sentences than fit in memory") from None
     print(f"{args.out}: " + ", ".join(f"{size:,} {split}" for split, size in sizes.items()) + " sentences")

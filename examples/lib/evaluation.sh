@@ -61,10 +61,12 @@ find_references() { # find_references TARGET: $references, a file or a test set 
   references=(--references "$found")
 }
 
+records() { awk 'END { print NR }' "$1"; } # lines, of which the last one need not end
+
 same_number() { # same_number FILE: has as many lines as the test text, where that is there: else all work would be for nothing
   local text=$data/text/raw.test.en
-  [ ! -f "$text" ] || [ "$(lines "$1")" = "$(lines "$text")" ] ||
-    die "$1 has $(lines "$1") lines, and the test text, $text, has $(lines "$text")"
+  [ ! -f "$text" ] || [ "$(records "$1")" = "$(records "$text")" ] ||
+    die "$1 has $(records "$1") lines, and the test text, $text, has $(records "$text")"
 }
 
 # validation CHECKPOINT SPLIT LOG FLAG...: fairseq-validate, its loss and perplexity into $save/SPLIT-perplexity.txt.part
@@ -148,20 +150,21 @@ evaluate_translation() {
   local tokens=$data/text/lower-cased-tokens.test.$1
   [ ! -f "$tokens" ] || { same_number "$tokens"; references+=(--lower-cased-tokens "$tokens"); }
 
-  local folder before="" now made=(test.hyp score.{txt,json})
+  local text="" before="" now made=(test.hyp score.{txt,json})
   local of_this=(test-perplexity.txt "${analyses[@]}" {test,valid}.hyp {,valid-}score.{txt,json} lenpen{,.json})
   [ -z "$valid" ] || made+=(valid.hyp valid-score.{txt,json})
   [ -z "$tune_lenpen" ] || made+=(lenpen{,.json})
-  # average.md5 is of the average and the data that the files here belong to: average.pt may be a later one, of a run that
+  # average.md5 is of the average and the test text that the files here belong to: average.pt may be a later one, of a run that
   # was killed.
-  folder=$(cd "$data" && pwd -P) || die "--data $data is no folder that can be read"
+  [ ! -f "$data/text/raw.test.$1" ] || text=$(checksum md5 "$data/text/raw.test.$1")
   if [ -f "$save/average.md5" ]; then
     before=$(cat "$save/average.md5")
   elif [ -f "$save/average.pt" ]; then
-    before="$(checksum md5 "$save/average.pt") $folder"
+    before=$(checksum md5 "$save/average.pt")
   fi
+  case $before in "" | *" "*) ;; *) before+=" $text" ;; esac # it was written before there was a second word
   python "$root/scripts/average_checkpoints.py" --last "${last:-$2}" "$save" --by "$3" --output "$save/average.pt"
-  now="$(checksum md5 "$save/average.pt") $folder"
+  now="$(checksum md5 "$save/average.pt") $text"
   [ -n "$before" ] && [ "$now" = "$before" ] || (cd "$save" && rm -rf "${of_this[@]}") # they are of another model or text
   echo "$now" >"$save/average.md5"
   validation average.pt test validate.log "${flags[@]}" # fails with another dictionary, before what is there is lost

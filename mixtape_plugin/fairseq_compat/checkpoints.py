@@ -116,10 +116,11 @@ def explain_checkpoints_that_do_not_fit() -> None:
     """
 
     def load(load_state_dict):
-        def load_or_explain(self, state_dict, *args, **kwargs):
-            refuse_to_make_one(self, state_dict)
+        def load_or_explain(self, state_dict, strict=True, *args, **kwargs):
+            if strict:  # a moving average is put in place at each update, and is not
+                refuse_to_make_one(self, state_dict)
             try:
-                return load_state_dict(self, state_dict, *args, **kwargs)
+                return load_state_dict(self, state_dict, strict, *args, **kwargs)
             except RuntimeError:
                 check_output_layer_parameters(self, state_dict)
                 raise
@@ -299,8 +300,10 @@ def tied_to_the_rest(model: BaseFairseqModel, prefix: str) -> dict[str, list[str
     parameters = model.state_dict(keep_vars=True)
     tied = {}
     for name, value in parameters.items():
+        if not name.startswith(prefix):
+            continue
         others = [other for other in parameters if parameters[other] is value and not other.startswith(prefix)]
-        if name.startswith(prefix) and others:
+        if others:
             tied[name] = others
     return tied
 

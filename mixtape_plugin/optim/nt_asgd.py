@@ -29,7 +29,7 @@ class NTASGDConfig(FairseqDataclass):
     )
     stop_when_nonmonotone: bool = field(
         default=False,
-        metadata={"help": "end averaged SGD (--averaging-epoch) where --nonmono would start it: fine-tuning"},
+        metadata={"help": "fine-tuning: end the training where --nonmono would start averaging, once it averages"},
     )
     lr: List[float] = II("optimization.lr")
 
@@ -72,8 +72,6 @@ class NTASGD(FairseqOptimizer):
                 "lr": (min(cfg.lr) >= 0, "0 or more"),
             },
         )
-        if cfg.stop_when_nonmonotone and cfg.averaging_epoch is None:
-            raise UserError("--stop-when-nonmonotone needs --averaging-epoch, such as 0: it ends averaged SGD")
         self._sgd = self._optimizer = torch.optim.SGD(params, **self.optimizer_config)
         self.history = []  # validation losses, one at the end of each validated epoch
         self.finished = False

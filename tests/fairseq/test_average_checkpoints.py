@@ -162,6 +162,14 @@ def test_refuses_a_folder_that_is_not_there_before_it_reads(tmp_path):
         script.main(["--inputs", str(tmp_path / "missing.pt"), "--output", str(tmp_path / "no" / "out.pt")])
 
 
+def test_writes_into_a_pipe(tmp_path):
+    reading, writing = os.pipe()
+    script.main(["--inputs", save(tmp_path / "1.pt"), "--output", f"/proc/self/fd/{writing}"])
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        assert len(pipe.read()) > 0
+
+
 def test_refuses_what_is_no_tensor(tmp_path):
     path = save(tmp_path / "1.pt", steps=3)
     with pytest.raises(UserError, match="1.pt holds something else than tensors under 'model'"):

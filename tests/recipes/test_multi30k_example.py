@@ -249,6 +249,12 @@ def test_train_and_evaluate(prepared, tmp_path):
         ]
         assert left == [kept] * len(left)
     other = shutil.copytree(prepared, tmp_path / "other")
+    (save / "score.json").write_text("of the same text elsewhere")
+    older = (save / "average.md5").read_text().split()[0]  # older versions wrote this alone
+    (save / "average.md5").write_text(older + "\n")
+    assert mistake("evaluate.sh", save, "--data", other, "--last", 4, MIXTAPE_VENV=broken).endswith("no memory")
+    assert (save / "score.json").exists()
+    (other / "text" / "raw.test.de").write_text("\n".join(reversed(lines(other / "text" / "raw.test.de"))) + "\n")
     (save / "score.json").write_text("of another text")
     assert mistake("evaluate.sh", save, "--data", other, "--last", 4, MIXTAPE_VENV=broken).endswith("no memory")
     assert not (save / "score.json").exists()

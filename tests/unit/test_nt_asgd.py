@@ -333,8 +333,6 @@ def test_begin_epoch_again_does_not_restart_the_average():
 @pytest.mark.parametrize("losses, end", HISTORIES.values(), ids=HISTORIES)
 def test_fine_tuning_stops_where_averaging_would_start(losses, end, tmp_path):
     model = build_model()
-    with pytest.raises(UserError, match="^--stop-when-nonmonotone needs --averaging-epoch, such as 0: "):
-        build_optimizer(model.parameters(), stop_when_nonmonotone=True)
     optimizer = build_optimizer(model.parameters(), averaging_epoch=0, stop_when_nonmonotone=True)
     going_on = build_optimizer(build_model().parameters(), averaging_epoch=0)
     for epoch, loss in enumerate(losses, 1):
