@@ -154,6 +154,7 @@ def log_mixture_(logits: Tensor, bias: Tensor, log_prior: Tensor, out: Tensor) -
         if not logits.is_cuda:  # which would have to wait for the answer
             probs = biased(logits[rows], bias)
             mixture = torch.softmax(probs, 2, out=probs).mul_(log_prior[rows].exp().unsqueeze(2)).sum(1)
+            del probs  # before the next block has its own
             if not underflows(mixture.masked_fill(mask, 1.0)):
                 torch.log(mixture, out=out[rows])
                 continue

@@ -83,11 +83,11 @@ def test_chunks_hold_as_many_tokens_as_their_bytes_allow(device, triton, capabil
 @each_case
 def test_scores_per_token_are_about_what_an_evaluation_holds(case):
     layer = build(case, vocab_size=1500, feature_dim=3, embed_dim=3, num_components=4, gate_dim=2).float().eval()
-    features, _ = random_batch(layer, 200)
+    features, _ = random_batch(layer, 600)  # beside whose scores, in one chunk, the blocks of torch_ops are small
     layer(features[:1])  # tables that are made once
     with torch.no_grad(), Memory() as memory:
         layer(features)
-    assert 1 <= memory.peak / (4 * 200 * layer.scores_per_token) < 1.4
+    assert 1 <= memory.peak / (4 * 600 * layer.scores_per_token) < 1.4
 
 
 def test_scores_of_mos_in_evaluation_come_in_chunks():
