@@ -164,7 +164,7 @@ def log_mixture_(logits: Tensor, bias: Tensor, log_prior: Tensor, out: Tensor) -
 
 
 def underflows(mixture: Tensor) -> bool:
-    """Whether any of these sums of probabilities is no number, or so small that summands which count have lost digits."""
+    """Whether any of these sums of probabilities is no number, or so small that its summands lost digits."""
     limits = torch.finfo(mixture.dtype)
     return not bool(mixture.amin() >= limits.tiny / limits.eps)
 
