@@ -84,22 +84,18 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {path} cannot be a folder: {error.strerror}") from None
-    check_writable("--out", path)
+    with writing("--out", path), tempfile.TemporaryFile(dir=path):
+        pass
 
 
 def check_place(option: str, path: str | Path) -> None:
-    """Raises UserError where :func:`write_whole` could not write beside a path, before what takes long."""
-    if not is_device(path) and (os.path.isfile(path) or not os.path.exists(path)):
-        check_writable(option, os.path.dirname(os.path.realpath(path)))
-
-
-def check_writable(option: str, folder: str | Path) -> None:
-    """Raises UserError where nothing can be written into a folder, before what takes long."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
+    """Raises UserError where :func:`write_whole` could not write to a path, before what takes long."""
+    place = os.path.realpath(path)
+    if os.path.isdir(place):
+        raise UserError(f"{option} {path} cannot be written: it is a folder")
+    if not is_device(path) and (os.path.isfile(place) or not os.path.exists(place)):
+        with writing(option, path), tempfile.TemporaryFile(dir=os.path.dirname(place)):
             pass
-    except OSError as error:
-        raise UserError(f"{option}: nothing can be written into {folder}: {error.strerror}") from None
 
 
 def write_whole(path: str | Path, write: Callable[[Path], None]) -> None:

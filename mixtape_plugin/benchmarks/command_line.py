@@ -16,7 +16,7 @@ from mixtape_plugin import files
 from mixtape_plugin.benchmarks.measuring import ROOT, Budget, available_memory
 from mixtape_plugin.drawing import check_picture
 from mixtape_plugin.errors import UserError, check_least
-from mixtape_plugin.files import check_outputs, is_device, write_csv
+from mixtape_plugin.files import check_outputs, check_place, write_csv
 from mixtape_plugin.tables import table
 
 LARGEST_BATCH = 16  # times a shape's own
@@ -70,12 +70,8 @@ def check_common_options(args: argparse.Namespace, **least) -> None:
     outputs = {"--out": args.out, "--plot": args.plot}
     check_outputs(outputs)
     for option, path in outputs.items():
-        if path is not None and not is_device(path):
-            place = os.path.abspath(path)
-            if os.path.isdir(place) or not os.access(os.path.dirname(place), os.W_OK):
-                raise UserError(
-                    f"{option} {path} cannot be written: it is a folder, or its own is missing or read-only"
-                )
+        if path is not None:
+            check_place(option, path)
     check_picture("--plot", args.plot)
 
 

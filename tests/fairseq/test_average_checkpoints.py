@@ -158,7 +158,7 @@ def test_refuses_an_output_without_a_name(output, tmp_path):
 
 
 def test_refuses_a_folder_that_is_not_there_before_it_reads(tmp_path):
-    with pytest.raises(UserError, match=f"^--output: nothing can be written into {tmp_path}/no: No such file"):
+    with pytest.raises(UserError, match=f"^--output {tmp_path}/no/out.pt cannot be written: No such file"):
         script.main(["--inputs", str(tmp_path / "missing.pt"), "--output", str(tmp_path / "no" / "out.pt")])
 
 

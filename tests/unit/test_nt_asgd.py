@@ -344,8 +344,7 @@ def test_fine_tuning_stops_where_averaging_would_start(losses, end, tmp_path):
         if epoch == end:
             assert optimizer.finished
             for stop in True, False:  # a training that has ended goes on without the option
-                options = {"averaging_epoch": 0, "stop_when_nonmonotone": stop}
-                _, resumed = save_and_load(model, optimizer, tmp_path, **options)
+                _, resumed = save_and_load(model, optimizer, tmp_path, stop_when_nonmonotone=stop)
                 assert resumed.finished == stop
             break
     assert optimizer.finished == (end is not None)
