@@ -95,6 +95,11 @@ class OutputLayer(RetainsDropout, nn.Module):
     #: S, the first tokens of the vocabulary, for which it has more parameters than for the others.
     num_frequent = 0
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # torch.jit compiles every property of a module, for torch.jit.trace, too: these stay Python's.
+        cls.__jit_unused_properties__ = [name for name in dir(cls) if isinstance(getattr(cls, name), property)]
+
     def __init__(
         self,
         config: OutputLayerConfig,
@@ -191,8 +196,12 @@ class OutputLayer(RetainsDropout, nn.Module):
 
     @property
     def is_fused_inference(self) -> bool:
-        """Whether :meth:`forward` is of evaluation or generation, and free to work in place."""
-        return not (self.training or torch.is_grad_enabled() or self.config.output_impl == "eager")
+        """Whether :meth:`forward` is of evaluation or generation, and free to work in place.
+
+        torch.jit.trace would keep the number of contexts, which it goes by.
+        """
+        free = not (self.training or torch.is_grad_enabled() or torch.jit.is_tracing())
+        return free and self.config.output_impl != "eager"
 
     @property
     def scores_per_token(self) -> int:

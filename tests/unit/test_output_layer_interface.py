@@ -113,6 +113,17 @@ def test_exported_with_a_dynamic_batch_size(name, inference):
         torch.testing.assert_close(exported(features), layer(features))
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.jit is on its way out
+@pytest.mark.parametrize("name", OUTPUT_LAYERS)
+def test_traced(name):
+    """A trace of one batch gives the distributions of another."""
+    layer = build(name, context_scale=2.0).eval()
+    with torch.no_grad():
+        traced = torch.jit.trace(layer, torch.randn(2, 3, D, dtype=torch.float64))
+        features = torch.randn(5, 7, D, dtype=torch.float64)
+        torch.testing.assert_close(traced(features).log_softmax(-1), layer.log_probs(features))
+
+
 def test_fused_is_refused_where_there_is_no_fused_loss(monkeypatch):
     class Plain(OUTPUT_LAYERS["softmax"]):
         fused_loss = OutputLayer.fused_loss
