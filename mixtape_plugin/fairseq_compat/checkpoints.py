@@ -188,10 +188,11 @@ def check_output_layer_parameters(model: BaseFairseqModel, weights: dict) -> Non
     def differing(shapes, other):
         return ", ".join(f"{name} {[*shape]}" for name, shape in shapes.items() if other.get(name) != shape)
 
-    if found and "bias" not in found:
+    if found and "bias" in wanted and "bias" not in found:
         raise UserError(
-            f"the checkpoint has no output layer of this plugin: for --output-layer {layer.config.output_layer} begin "
-            "a new training with its weights, --finetune-from-model"
+            "the checkpoint is of fairseq's own model, or another without an output layer of this plugin (it has no "
+            f"bias there): for --output-layer {layer.config.output_layer} begin a new training with its weights, "
+            "--finetune-from-model, in a --save-dir of its own"
         )
     if found and found != wanted:
         raise UserError(

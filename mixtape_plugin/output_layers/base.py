@@ -95,10 +95,10 @@ class OutputLayer(RetainsDropout, nn.Module):
     #: S, the first tokens of the vocabulary, for which it has more parameters than for the others.
     num_frequent = 0
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
+    def __init_subclass__(cls, **kwargs) -> None:
+        super().__init_subclass__(**kwargs)
         # torch.jit compiles every property of a module, for torch.jit.trace, too: these stay Python's.
-        cls.__jit_unused_properties__ = [name for name in dir(cls) if isinstance(getattr(cls, name), property)]
+        cls.__jit_unused_properties__ = [name for name in dir(cls) if isinstance(getattr(cls, name, None), property)]
 
     def __init__(
         self,

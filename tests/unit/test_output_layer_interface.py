@@ -1,5 +1,6 @@
 """What every output layer shares beside its formula: options, parameters, copies, and what it refuses."""
 
+import abc
 import copy
 import math
 import pickle
@@ -122,6 +123,20 @@ def test_traced(name):
         traced = torch.jit.trace(layer, torch.randn(2, 3, D, dtype=torch.float64))
         features = torch.randn(5, 7, D, dtype=torch.float64)
         torch.testing.assert_close(traced(features).log_softmax(-1), layer.log_probs(features))
+
+
+def test_a_layer_may_have_other_bases():
+    class Mixin:
+        def __init_subclass__(cls, tag, **kwargs):
+            super().__init_subclass__(**kwargs)
+            cls.tag = tag
+
+    class Tagged(OutputLayer, Mixin, abc.ABC, tag="own"):
+        @property
+        def noise(self):
+            return 0.0
+
+    assert Tagged.tag == "own" and {"noise", "logit_bias"} < set(Tagged.__jit_unused_properties__)
 
 
 def test_fused_is_refused_where_there_is_no_fused_loss(monkeypatch):
