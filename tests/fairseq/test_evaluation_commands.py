@@ -48,6 +48,7 @@ COMMANDS = {
             ("--windows 5 7", "--windows 5 7 needs --search"),
             ("--out folder", "--out folder needs --search"),
             ("--search --theta 2", "--theta 2.0 does not go with --search, which chooses it: give --thetas"),
+            ("--search --weight 0", "--weight 0.0 does not go with --search, which chooses it: give --weights"),
         ],
     ),
     "dynamic_evaluation": SimpleNamespace(

@@ -224,10 +224,27 @@ def test_batches_are_those_of_epoch_1_unless_they_change_with_the_epoch(option):
     assert (found[0] == found[1]) == (option is None)
 
 
+def test_a_dataset_hears_of_the_epoch_that_a_resume_goes_on_with():
+    """Also where its batches are those of epoch 1."""
+
+    class Listening(Numbers):
+        epoch = None
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    dataset = Listening()
+    FairseqTask(None).get_batch_iterator(dataset, max_sentences=4, epoch=4)
+    assert dataset.epoch == 4
+
+
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("samples", [[{}], [{}, {}], [None]])
-def test_a_process_without_a_batch_keeps_its_dummies(samples, monkeypatch):
+def test_a_process_without_a_batch_keeps_its_dummies(samples, sharded, monkeypatch):
+    """All where parameters are sharded: there every process must take part in each forward pass."""
+
     class Stub:
-        is_fsdp = False
+        is_fsdp = sharded
 
         def train_step(self, samples):
             return samples
@@ -235,7 +252,7 @@ def test_a_process_without_a_batch_keeps_its_dummies(samples, monkeypatch):
     monkeypatch.setattr(training_loop, "Trainer", Stub)
     training_loop.leave_out_dummy_batches()
     assert Stub().train_step(samples) == samples
-    assert Stub().train_step([*samples, {"id": 1}]) == [{"id": 1}]
+    assert Stub().train_step([*samples, {"id": 1}]) == ([*samples, {"id": 1}] if sharded else [{"id": 1}])
 
 
 def test_names_that_numpy_removed_exist_for_fairseq_alone():
@@ -302,6 +319,7 @@ def test_missing_dictionary_and_folder_are_named(tmp_path):
         Dictionary.load(str(tmp_path / "dict.x.txt"))
     with pytest.raises(UserError, match="nowhere does not exist"):
         data_utils.infer_language_pair(str(tmp_path / "nowhere"))
+    assert data_utils.infer_language_pair(str(tmp_path)) == (None, None)  # which fairseq explains
 
 
 def test_existing_dictionary_loads(tmp_path):

@@ -121,6 +121,9 @@ def test_a_language_model_beside_it(trained, data, corpus, tmp_path):
     models, _, task = checkpoint_utils.load_model_ensemble_and_task([str(trained("softmax").checkpoint)])
     (language_model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(beside[1])])
     assert_token_scores(stdout, [models[0].eval()], task, 10, language_model.eval(), 0.5)
+    assert hypotheses(run("generate", *args, 0.0).stdout) == hypotheses(
+        run("generate", *generate_args(with_dictionary, trained("softmax").checkpoint)).stdout
+    )
     with pytest.raises(UserError, match="--lm-weight -0.5 is not allowed: 0 or more, since the language model gives"):
         run("generate", *args, -0.5)
     run("train", *lm_args(tmp_path / "text", tmp_path / "no_end", *NO_DROPOUT, *more, "--remove-eos"))

@@ -28,6 +28,7 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.models import BaseFairseqModel
 from fairseq.tasks import FairseqTask
+from fairseq.tasks.translation import TranslationTask
 from fairseq_cli.train import should_stop_early
 from omegaconf import OmegaConf
 
@@ -139,12 +140,13 @@ def training(metric="loss", maximize=False, **processes):
     return OmegaConf.create({"distributed_training": several, "checkpoint": checkpoint, "criterion": criterion})
 
 
+@pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("task, refused", [(TaskOfItsOwn, False), (PlainTask, True)])
-def test_a_task_may_report_a_number_of_its_own(task, refused):
-    criterion = OutputLayerCrossEntropy(task(None), False)
+def test_a_task_may_report_a_number_of_its_own(task, refused, maximize):
+    criterion, model = OutputLayerCrossEntropy(task(None), False), build_small_model(dictionary=task.target_dictionary)
     message = "^--best-checkpoint-metric fluency is none of loss, nll_loss, ppl, accuracy$"
     with pytest.raises(UserError, match=message) if refused else contextlib.nullcontext():
-        criterion.check_training(training(metric="fluency"), build_small_model(dictionary=task.target_dictionary))
+        criterion.check_training(training(metric="fluency", maximize=maximize), model)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,24 @@ def test_the_best_checkpoint_is_not_the_worst(metric, maximize, sentence):
 
 
 @pytest.mark.parametrize(
-    "world_size, backend, refused", [(2, "pytorch_ddp", True), (2, "legacy_ddp", False), (1, "pytorch_ddp", False)]
+    "eval_bleu, maximize, sentence",
+    [
+        (True, True, None),
+        (True, False, "--best-checkpoint-metric bleu needs --maximize-best-checkpoint-metric: add it"),
+        (False, True, "--best-checkpoint-metric bleu needs --eval-bleu: add it"),
+    ],
+)
+def test_the_best_translations_are_those_of_the_highest_bleu(eval_bleu, maximize, sentence):
+    dictionary = make_dictionary()
+    task = TranslationTask(OmegaConf.create({"eval_bleu": eval_bleu}), dictionary, dictionary)
+    criterion = OutputLayerCrossEntropy(task, False)
+    with pytest.raises(UserError, match=f"^{sentence}") if sentence else contextlib.nullcontext():
+        criterion.check_training(training(metric="bleu", maximize=maximize), build_small_model(dictionary=dictionary))
+
+
+@pytest.mark.parametrize(
+    "world_size, backend, refused",
+    [(2, "pytorch_ddp", True), (2, "c10d", True), (2, "legacy_ddp", False), (1, "c10d", False)],
 )
 def test_unused_parameters_are_not_looked_for_by_torch(world_size, backend, refused):
     criterion = OutputLayerCrossEntropy(PlainTask(None), False)

@@ -50,13 +50,14 @@ def options_of(output_layer):
     return {"output_layer": output_layer, "num_components": 3, "plif_pieces": 9, "plif_range": 3.0}
 
 
-def build(output_layer="softmax", std=0.6, dtype=torch.float64, dropout=0.5, masked_tokens=()):
+def build(output_layer="softmax", std=0.6, dtype=torch.float64, dropout=0.5, masked_tokens=(), **options):
     """Two LSTM layers with random parameters that are large enough to matter, all dropouts on."""
     dictionary = make_dictionary(V - 4)
     task = SimpleNamespace(target_dictionary=dictionary, source_dictionary=dictionary, masked_tokens=masked_tokens)
     names = ("dropout", "input_dropout", "hidden_dropout", "embedding_dropout", "weight_dropout", "context_dropout")
     hidden_sizes = "7,6" if OUTPUT_LAYERS[output_layer].has_projection else "7,5"
-    args = Namespace(embed_dim=5, hidden_sizes=hidden_sizes, gate_dim=3, gate_noise=0.5, **options_of(output_layer))
+    options = {**options_of(output_layer), **options}
+    args = Namespace(embed_dim=5, hidden_sizes=hidden_sizes, gate_dim=3, gate_noise=0.5, **options)
     model = AWDLSTMLanguageModel.build_model(Namespace(**vars(args), **dict.fromkeys(names, dropout)), task)
     torch.manual_seed(1)
     for parameter in model.parameters():

@@ -11,6 +11,7 @@ import torch
 from recipes import load_script
 from scipy.special import digamma
 
+from mixtape_plugin.analysis import bottleneck
 from mixtape_plugin.analysis.bottleneck import LAYERS, LR, FreeContexts, fit, kl_divergence, random_conditional
 from mixtape_plugin.analysis.rank import log_prob_rank
 from mixtape_plugin.errors import UserError
@@ -140,6 +141,22 @@ def test_command_writes_table_curves_and_drawing(tmp_path):
         values = [float(line[row["layer"]]) for line in sigma]
         assert values == sorted(values, reverse=True)
     assert "Traceback" not in result.stderr and "DEBUG" not in result.stderr
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_fit_draws_nothing(name, monkeypatch):
+    """Neither noise nor dropout: the model that is reported is the one that was fitted."""
+    seen = []
+
+    def record(self, config, *sizes):
+        seen.append(config)
+        FreeContexts.__init__(self, config, *sizes)
+
+    monkeypatch.setattr(bottleneck, "FreeContexts", type("Recorded", (FreeContexts,), {"__init__": record}))
+    truth = torch.from_numpy(random_conditional(8, 6, 1.0, np.random.default_rng(0)))
+    fit(truth, LAYERS[name], embed_dim=2, steps=10, seed=1)
+    (config,) = seen
+    assert (config.gate_noise, config.gate_dropout, config.context_dropout) == (0, 0, 0)
 
 
 def test_command_refuses_bad_options(tmp_path):

@@ -131,6 +131,11 @@ def test_gpu_agrees_with_cpu():
     assert scores[1] == pytest.approx(scores[0], rel=1e-9)
 
 
+def test_a_table_has_a_star_at_its_lowest_perplexity():
+    lines = grid_search.table([{"theta": theta, "perplexity": p} for theta, p in [(1.0, 9.0), (2.0, 8.0), (3.0, 8.5)]])
+    assert ["*" in line for line in lines.splitlines()] == [False, False, True, False]
+
+
 def test_the_heat_map_has_the_best_of_the_other_hyper_parameters(monkeypatch, tmp_path):
     drawn = []
     texts = lambda figure, path: drawn.extend(text.get_text() for text in figure.axes[0].texts)  # noqa: E731

@@ -80,6 +80,7 @@ def test_one_reference_gives_recall_above_precision():
 
 
 def test_mistakes():
-    for hypotheses, references in ([[]], [[["a"]]]), ([[["a"]]], [[]]), ([[["a"]]], []), ([], []):
+    two = [[["a"]]] * 2
+    for hypotheses, references in ([[]], [[["a"]]]), ([[["a"]]], [[]]), ([[["a"]]], []), ([], []), (two, two[:1]):
         with pytest.raises(ValueError):
             corpus_bleu(hypotheses, references)

@@ -290,6 +290,8 @@ def test_mistakes():
     assert message(embed_dim=0) == "--embed-dim 0 is not allowed: at least 1"
     assert message(dropout=1.0) == "--dropout 1.0 is not allowed: from 0 to less than 1"
     assert "<me> and <other>, which this dictionary of 34 types lacks" in message(make_dictionary(marks=()))
+    for mark in "<me>", "<other>":
+        assert "which this dictionary of 35 types lacks" in message(make_dictionary(marks=(mark,)))
     build_model(make_dictionary(marks=()), context_encoder="flat")
     task = SimpleNamespace(source_dictionary=make_dictionary(5), target_dictionary=DICTIONARY)
     with pytest.raises(UserError, match="of 12 and 37 types differ: use fairseq-preprocess --joined-dictionary"):

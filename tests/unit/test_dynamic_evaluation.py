@@ -8,6 +8,7 @@ import torch
 from toy_language_models import EOS, ToyTask, V, build, predict_by_hand, random_text, repetitive_text
 
 from mixtape_plugin.errors import UserError
+from mixtape_plugin.evaluation import language_model
 from mixtape_plugin.evaluation.dynamic_evaluation import (
     PAPER_SETTINGS,
     dynamic_evaluation,
@@ -49,6 +50,11 @@ def test_perplexity_counts_every_token_whatever_the_segment_length(columns):
     assert [score.tokens for score in scores] == [103] * 4 and sum(seen) == 4 * 103
     for score in scores[1:]:
         assert score.nll == pytest.approx(scores[0].nll, rel=1e-12)
+
+
+def test_a_score_is_summed_in_float64():
+    """An odd number that float32 has not."""
+    assert language_model.score(torch.tensor([-(2.0**24)] + [-1.0] * 7)).nll == 2**24 + 7
 
 
 def test_perplexity_in_chunks_is_the_same(monkeypatch):
@@ -204,6 +210,24 @@ def test_useless_gradients_are_refused():
         gradient_statistics(model, ToyTask(train=random_text(300)), columns=10)
     with pytest.raises(UserError, match="5 tokens, too few for 100 columns"):
         gradient_statistics(model, ToyTask(train=random_text(5)))
+
+
+@pytest.mark.parametrize("gradient", [0.0, 1e200])  # of the latter the square is infinite
+def test_gradients_of_zero_or_infinity_are_refused(gradient, monkeypatch):
+    model = build()
+    loss = lambda features, targets: (gradient * features.sum(), None)  # noqa: E731
+    monkeypatch.setattr(model.decoder.output_projection, "loss", loss)
+    with pytest.raises(UserError, match="gradients of the train text are not finite, or all zero"):
+        gradient_statistics(model, ToyTask(train=random_text(300)), columns=10)
+
+
+def test_frozen_slopes_do_not_learn():
+    model = build("plif", freeze_plif=True)
+    task = ToyTask(train=random_text(300), test=random_text(103, seed=1))
+    statistics = gradient_statistics(model, task, columns=10)
+    names = {name for name, _ in model.named_parameters()}
+    assert names - statistics.rms.keys() == {"decoder.output_projection.slopes_raw"}
+    assert math.isfinite(dynamic_evaluation(model, task, "test", statistics, 0.002, 0.075, 0.001).nll)
 
 
 def test_settings_of_the_papers():

@@ -1,5 +1,6 @@
 """Groups of trainings that differ in their seed alone: which they are, and their names."""
 
+import math
 from statistics import stdev
 
 import pytest
@@ -30,6 +31,16 @@ def test_groups_are_of_equal_commands_but_for_seed_and_save():
     assert [[r["seed"] for r in group.rows] for group in found] == [["0", "2", "3"], ["1", "4"], ["5"], ["6"]]
     assert [group.name for group in found[:2]] == ["softmax: no further flags", "softmax: --lr 20"]
     assert [group.name for group in found[2:]] == ["softmax: run5", "softmax: run6"]
+
+
+def test_a_diverged_training_is_not_in_the_mean():
+    rows = [row("train.sh softmax", n, **{"valid ppl": ppl}) for n, ppl in enumerate([math.nan, math.inf, 80.0, 82.0])]
+    assert groups(rows)[0].sample("valid ppl") == Sample(81.0, pytest.approx(math.sqrt(2)), 2)
+
+
+def test_a_folder_given_to_fairseq_makes_no_group():
+    commands = ["train.sh softmax --save-dir=a --seed 1", "train.sh softmax --save-dir b --seed 2"]
+    assert len(groups([row(command, n) for n, command in enumerate(commands)])) == 1
 
 
 def test_a_seed_counts_once():

@@ -10,7 +10,7 @@ import torch
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 
-from mixtape_plugin.models.awd_lstm_lm import AWDLSTMConfig, count_parameters
+from mixtape_plugin.models.awd_lstm_lm import ARCHITECTURES, AWDLSTMConfig, count_parameters
 from mixtape_plugin.models.options import complete_options
 
 PTB, WIKITEXT2, ONE_BILLION, TEXT8 = 10_000, 33_278, 100_000, 27
@@ -60,30 +60,30 @@ def test_counts_of_the_papers(arch, vocab_size, count):
     assert count_parameters(build(arch, vocab_size)) == count
 
 
-@pytest.mark.parametrize(
-    "arch, rates",  # of the output, the input, between the layers, of the embedding, of weights, of context vectors
-    [
-        ("ptb", (0.4, 0.4, 0.25, 0.1, 0.5, 0)),  # Merity et al. 2018
-        ("wikitext2", (0.4, 0.65, 0.2, 0.1, 0.5, 0)),
-        ("ptb_mos", (0.4, 0.4, 0.225, 0.1, 0.5, 0.29)),  # the README of Yang et al. 2018
-        ("wikitext2_mos", (0.4, 0.55, 0.2, 0.1, 0.5, 0.29)),
-        ("ptb_moc", (0.4, 0.4, 0.225, 0.1, 0.5, 0.29)),
-        ("ptb_mixtape", (0.4, 0.4, 0.225, 0.1, 0.5, 0.29)),
-        ("ptb_gss", (0.4, 0.4, 0.3, 0.1, 0.5, 0)),  # Parthiban et al. 2021
-        ("wikitext2_gss", (0.4, 0.65, 0.2, 0.1, 0.5, 0)),
-        ("one_billion", (0, 0, 0, 0, 0, 0)),  # Yang et al. 2018, appendix B.2
-        ("one_billion_mos", (0, 0, 0, 0, 0, 0)),
-    ],
-)
-def test_dropouts_of_the_papers(arch, rates):
+MONOTONE = ("sigsoftmax", "gss", "plif")
+DROPOUTS = {  # of the output, the input, between the layers, of the embedding, of weights, of context vectors
+    "": (0.4, 0.4, 0.25, 0.1, 0.5, 0),
+    "_ptb": (0.4, 0.4, 0.25, 0.1, 0.5, 0),  # Merity et al. 2018
+    "_wikitext2": (0.4, 0.65, 0.2, 0.1, 0.5, 0),
+    **dict.fromkeys(["_ptb_mos", "_ptb_moc", "_ptb_mixtape"], (0.4, 0.4, 0.225, 0.1, 0.5, 0.29)),  # Yang et al. 2018
+    **dict.fromkeys(["_wikitext2_mos", "_wikitext2_moc", "_wikitext2_mixtape"], (0.4, 0.55, 0.2, 0.1, 0.5, 0.29)),
+    **{f"_ptb_{layer}": (0.4, 0.4, 0.3, 0.1, 0.5, 0) for layer in MONOTONE},  # Parthiban et al. 2021
+    **{f"_wikitext2_{layer}": (0.4, 0.65, 0.2, 0.1, 0.5, 0) for layer in MONOTONE},
+    **{f"_one_billion{layer}": (0,) * 6 for layer in ("", "_mos", "_mixtape")},  # Yang et al. 2018, appendix B.2
+    **{f"_text8{layer}": (0,) * 6 for layer in ("", "_mos7", "_mos10")},
+}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_dropouts_of_the_papers(arch):
     args = Namespace()
-    ARCH_CONFIG_REGISTRY[f"awd_lstm_lm_{arch}"](args)
+    ARCH_CONFIG_REGISTRY[f"awd_lstm_lm{arch}"](args)
     args = complete_options(args, AWDLSTMConfig)
     names = ["dropout", *(f"{part}_dropout" for part in ("input", "hidden", "embedding", "weight", "context"))]
-    assert tuple(getattr(args, name) for name in names) == rates
+    assert tuple(getattr(args, name) for name in names) == DROPOUTS[arch]
     assert args.locked_context_dropout == (args.context_dropout > 0)
-    assert args.gate_dropout == (0.2 if arch == "ptb_mixtape" else 0)
-    assert args.gss_k == (3 if arch == "wikitext2_gss" else 2.5)
+    assert args.gate_dropout == (0.2 if arch in ("_ptb_mixtape", "_wikitext2_mixtape") else 0)
+    assert args.gss_k == (3 if arch == "_wikitext2_gss" else 2.5)
 
 
 def test_frozen_slopes_do_not_count():

@@ -1,6 +1,7 @@
 """NT-ASGD step by step against torch.optim.SGD and torch.optim.ASGD driven by hand, and against the formulas."""
 
 import argparse
+import contextlib
 import math
 from types import SimpleNamespace
 
@@ -435,3 +436,28 @@ def test_validations_in_the_middle_of_an_epoch_do_not_decide_about_averaging():
         task = SimpleNamespace(epoch=1, validations=0, epoch_ended=ended, optimizer=optimizer)
         BpttLanguageModelingTask.post_validate(task, None, {}, {"nll_loss": SimpleNamespace(avg=loss)})
     assert heard == [4.0]
+
+
+@pytest.mark.parametrize(
+    "options, leaves_out",
+    [
+        ({"max_epoch": 10, "validate_interval": 10}, None),  # fairseq validates after the tenth
+        ({"max_epoch": 9, "validate_interval": 10}, "--validate-interval 10 with --max-epoch 9"),
+        ({"max_update": 10, "validate_after_updates": 10}, None),
+        ({"max_update": 9, "validate_after_updates": 10}, "--validate-after-updates 10"),
+        ({"disable_validation": True}, "--disable-validation"),
+    ],
+)
+def test_a_training_without_validation_is_refused(options, leaves_out):
+    validation = {"disable_validation": False, "validate_interval": 1, "validate_after_updates": 0}
+    end = {"use_bmuf": False, "max_epoch": 0, "max_update": 0}
+    groups = {
+        name: {option: options.get(option, value) for option, value in group.items()}
+        for name, group in {"dataset": validation, "optimization": end}.items()
+    }
+    task = BpttLanguageModelingTask.__new__(BpttLanguageModelingTask)
+    for given in {}, {"averaging_epoch": 3}, {"averaging_epoch": 3, "stop_when_nonmonotone": True}:
+        optimizer = build_optimizer(build_model().parameters(), **given)
+        refused = leaves_out and (not given or "stop_when_nonmonotone" in given)
+        with pytest.raises(UserError, match=f"{leaves_out} leaves out: give") if refused else contextlib.nullcontext():
+            optimizer.check_training(task, OmegaConf.create(groups))

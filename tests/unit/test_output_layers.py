@@ -311,6 +311,15 @@ def test_rank_is_bounded_for_softmax_and_moc_only():
     assert all(rank[name] > 50 for name in ("mos", "mixtape", "sigsoftmax", "gss", "plif"))
 
 
+def test_initial_values_of_what_belongs_to_tokens():
+    """Scores of features of variance 1 then have variance 1, whatever the widths."""
+    config = OutputLayerConfig(output_layer="mixtape", output_embed_dim=16, gate_dim=25, frequent_ratio=1.0)
+    layer = build_output_layer(config, feature_dim=64, vocab_size=2000)
+    assert layer.weight.std().item() == pytest.approx(1 / 4, rel=0.03)
+    assert layer.gate_embedding.std().item() == pytest.approx(1 / 5, rel=0.03)
+    assert not layer.bias.any() and not layer.gate_bias.any()
+
+
 def test_every_linear_module_is_called():
     """Hooks, and what takes the place of a module, such as one with quantization noise, see U_k as well."""
     layer, called = build("mixtape"), []

@@ -201,6 +201,7 @@ def test_equal_contexts_do_not_diverge():
 def test_memory_counts_what_is_held():
     assert gram_bytes(82_430, 10_000) == 8 * 10_000**2 + 8 * 1024 * 10_000
     assert gram_bytes(82_430, 10_000, "cuda") == 16 * 10_000**2
+    assert gram_bytes(100, 50) == 8 * 50**2 + 8 * 100 * 50
     assert gram_bytes(100, 500) == 8 * 100**2 + 4 * 100 * 500 + 16 * 1024 * 500
 
 

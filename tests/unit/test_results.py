@@ -6,7 +6,7 @@ import math
 import pytest
 from training_logs import DONE, TIME, epoch, start, write_folder
 
-from mixtape_plugin.analysis.results import collect, log_records
+from mixtape_plugin.analysis.results import collect, log_records, value_of_flag
 
 
 def test_a_log_counts_by_its_best_validation_and_its_median_speeds(folder):
@@ -23,6 +23,12 @@ def test_perplexity_in_training_is_of_the_epoch_of_the_best_validation(folder):
     log = start() + epoch(1, 10, "nan").replace("6.17", "99.0") + epoch(2, 20, 70).replace("6.17", "5.5")
     row, _ = collect(folder(train_log=log + epoch(3, 30, 75) + DONE))
     assert (row["valid ppl"], row["train ppl"]) == (70, 5.5)
+
+
+def test_an_epoch_that_was_interrupted_is_not_counted(folder):
+    begun = epoch(2, 20, 70).splitlines(keepends=True)[0]
+    row, _ = collect(folder(train_log=start() + epoch(1, 10, 80) + begun))
+    assert (row["epochs"], row["updates"]) == (1, 16)
 
 
 def test_speed_of_a_log_without_its_inner_lines(folder):
@@ -198,3 +204,8 @@ def test_damaged_analyses(content, folder):
     (path / "rank.json").write_text(content)
     row, damaged = collect(path)
     assert "rank" not in row and damaged == [f"{path}/rank.json holds no figures"]
+
+
+def test_a_flag_has_the_value_that_is_given_last():
+    for command in "train.sh x --lr=1 --lr=2", "train.sh x --lr 1 --lr 2", "train.sh x --lr=1 --lr 2":
+        assert value_of_flag(command, "lr") == "2"

@@ -162,6 +162,15 @@ def trainings_of(column, **layers):
     )
 
 
+def test_only_trainings_of_different_seeds_differ_in_their_seed_alone():
+    text = {}
+    for seeds in (1, 2), (1, 1):
+        trainings = [row("train.sh a", seed, f"a{n}", "a", parameters=1) for n, seed in enumerate(seeds)]
+        text[seeds] = groups_markdown(found := groups([*trainings, row("train.sh b", 1, "b", "b")]), compare(found))
+    assert "n trainings that differ in their seed alone." in text[1, 2]
+    assert "n trainings." in text[1, 1]
+
+
 def test_whole_numbers():
     """What is counted has no decimals; a perplexity of 81.00 keeps them."""
     found = groups([row("train.sh a", 1, "a", "a", **{"parameters": 1234, "test ppl": 81.0})])
