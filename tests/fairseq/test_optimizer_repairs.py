@@ -97,8 +97,8 @@ def test_a_training_resumed_in_bf16_equals_an_uninterrupted_one(name, stop, trai
     "window, tolerance, large",
     [
         (3, 0.0, ()),  # it grows after three batches without an overflow, and shrinks with one
-        (3, 0.3, ()),  # it shrinks where 30% of the batches since its last change have one
-        (100, 0.3, (5, 7, 8)),  # so with the third of these
+        (3, 0.3, ()),  # as before, if the batches since its last change are counted through an interruption
+        (100, 0.3, (5, 7, 8)),  # it shrinks with the third of these: then 30% of the batches so far have one
     ],
 )
 @pytest.mark.parametrize("optimizer_class", [FP16Optimizer, MemoryEfficientFP16Optimizer])
@@ -106,7 +106,7 @@ def test_a_loss_scale_goes_on_as_it_was(optimizer_class, window, tolerance, larg
     """Whenever the training is interrupted.
 
     Args:
-        large: batches whose gradients overflow at any scale.
+        large: batches whose gradients overflow.
     """
 
     def build(weight):

@@ -144,19 +144,19 @@ def test_command_writes_table_curves_and_drawing(tmp_path):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_fit_draws_nothing(name, monkeypatch):
-    """Neither noise nor dropout: the model that is reported is the one that was fitted."""
+def test_there_is_no_noise_in_a_fit(name, monkeypatch):
+    """Nor dropout: the model that is reported is the one that was fitted."""
     seen = []
 
-    def record(self, config, *sizes):
-        seen.append(config)
-        FreeContexts.__init__(self, config, *sizes)
+    def build(*args):
+        seen.append(FreeContexts(*args).train())
+        return seen[-1]
 
-    monkeypatch.setattr(bottleneck, "FreeContexts", type("Recorded", (FreeContexts,), {"__init__": record}))
+    monkeypatch.setattr(bottleneck, "FreeContexts", build)
     truth = torch.from_numpy(random_conditional(8, 6, 1.0, np.random.default_rng(0)))
     fit(truth, LAYERS[name], embed_dim=2, steps=10, seed=1)
-    (config,) = seen
-    assert (config.gate_noise, config.gate_dropout, config.context_dropout) == (0, 0, 0)
+    (model,) = seen
+    assert model.training and torch.equal(model(), model())
 
 
 def test_command_refuses_bad_options(tmp_path):

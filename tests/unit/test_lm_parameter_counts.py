@@ -62,10 +62,11 @@ def test_counts_of_the_papers(arch, vocab_size, count):
 
 MONOTONE = ("sigsoftmax", "gss", "plif")
 DROPOUTS = {  # of the output, the input, between the layers, of the embedding, of weights, of context vectors
-    "": (0.4, 0.4, 0.25, 0.1, 0.5, 0),
+    "": (0.4, 0.4, 0.25, 0.1, 0.5, 0),  # as ptb
     "_ptb": (0.4, 0.4, 0.25, 0.1, 0.5, 0),  # Merity et al. 2018
     "_wikitext2": (0.4, 0.65, 0.2, 0.1, 0.5, 0),
-    **dict.fromkeys(["_ptb_mos", "_ptb_moc", "_ptb_mixtape"], (0.4, 0.4, 0.225, 0.1, 0.5, 0.29)),  # Yang et al. 2018
+    # the README of Yang et al. 2018; Mixtape's are not published: MoS's
+    **dict.fromkeys(["_ptb_mos", "_ptb_moc", "_ptb_mixtape"], (0.4, 0.4, 0.225, 0.1, 0.5, 0.29)),
     **dict.fromkeys(["_wikitext2_mos", "_wikitext2_moc", "_wikitext2_mixtape"], (0.4, 0.55, 0.2, 0.1, 0.5, 0.29)),
     **{f"_ptb_{layer}": (0.4, 0.4, 0.3, 0.1, 0.5, 0) for layer in MONOTONE},  # Parthiban et al. 2021
     **{f"_wikitext2_{layer}": (0.4, 0.65, 0.2, 0.1, 0.5, 0) for layer in MONOTONE},
@@ -76,6 +77,7 @@ DROPOUTS = {  # of the output, the input, between the layers, of the embedding, 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_dropouts_of_the_papers(arch):
+    assert DROPOUTS.keys() == ARCHITECTURES.keys()
     args = Namespace()
     ARCH_CONFIG_REGISTRY[f"awd_lstm_lm{arch}"](args)
     args = complete_options(args, AWDLSTMConfig)
