@@ -85,6 +85,12 @@ def test_distributions(output_layer, relative):
     torch.testing.assert_close(torch.cat(steps, 1), features, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("relative", [0, 3])
+def test_there_is_no_attention_to_an_encoder(relative):
+    names = build(output_layer="softmax", max_relative_position=relative).state_dict()
+    assert any("self_attn" in name for name in names) and not any("encoder_attn" in name for name in names)
+
+
 @pytest.mark.parametrize("output_layer", LAYERS)
 def test_the_criterion_is_fairseqs_cross_entropy(output_layer):
     model = build(output_layer=output_layer)

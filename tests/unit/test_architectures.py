@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import LAYERS, build_model, build_small_model, complete_args, make_dictionary
 from fairseq import options, tasks
-from fairseq.models.transformer import TransformerModel
+from fairseq.models.transformer import TransformerConfig, TransformerModel
 from fairseq.modules import FairseqDropout
 from omegaconf import OmegaConf
 
@@ -198,6 +198,18 @@ def test_relative_attention_has_the_noise_of_quantization():
             for layer in side.layers:
                 for name in "q_proj", "k_proj", "v_proj", "out_proj":
                     assert len(getattr(layer.self_attn, name)._forward_pre_hooks) == (noise > 0)
+
+
+def test_options_of_fairseqs_layers_reach_those_of_relative_positions(monkeypatch):
+    args = complete_args("mixtape_transformer_tiny", max_relative_position=3)
+    args.quant_noise_pq, args.quant_noise_pq_block_size = 0.1, 3
+    cfg = TransformerConfig.from_namespace(args)
+    with pytest.raises(AssertionError, match="multiple of block sizes"):
+        transformer.relative_attention(cfg, 16, 2)
+    cfg.checkpoint_activations, cfg.offload_activations, seen = True, True, []
+    monkeypatch.setattr(transformer, "checkpoint_wrapper", lambda layer, **options: seen.append(options) or layer)
+    transformer.wrap(torch.nn.Linear(2, 2), cfg)
+    assert seen == [{"offload_to_cpu": True}]
 
 
 def test_activation_checkpointing_of_relative_positions_changes_no_gradient():

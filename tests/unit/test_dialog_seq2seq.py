@@ -296,6 +296,10 @@ def test_mistakes():
     task = SimpleNamespace(source_dictionary=make_dictionary(5), target_dictionary=DICTIONARY)
     with pytest.raises(UserError, match="of 12 and 37 types differ: use fairseq-preprocess --joined-dictionary"):
         DialogSeq2SeqModel.build_model(Namespace(), task)
+    task.source_dictionary = make_dictionary(29)  # as many types, of which one is another
+    task.source_dictionary.add_symbol("other")
+    with pytest.raises(UserError, match="of 37 and 37 types differ"):
+        DialogSeq2SeqModel.build_model(Namespace(), task)
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])

@@ -11,7 +11,16 @@ import pytest
 from recipes import ROOT
 
 from mixtape_plugin.errors import UserError
-from mixtape_plugin.files import check_outputs, make_folder, read_csv, write_csv, write_text, write_whole, writing
+from mixtape_plugin.files import (
+    check_outputs,
+    check_place,
+    make_folder,
+    read_csv,
+    write_csv,
+    write_text,
+    write_whole,
+    writing,
+)
 
 
 def test_of_two_that_write_one_file_at_once_none_takes_the_others_part(tmp_path, monkeypatch):
@@ -39,6 +48,21 @@ def test_what_fails_halfway_leaves_what_was_there(tmp_path):
         with writing("--out", path):
             write_whole(path, half)
     assert path.read_text() == "before" and os.listdir(tmp_path) == ["table.csv"]
+
+
+def test_a_folder_is_no_place_for_a_file(tmp_path):
+    with pytest.raises(UserError, match=f"^--csv {tmp_path} cannot be written: it is a folder$"):
+        check_place("--csv", tmp_path)
+    check_place("--csv", tmp_path / "new.csv")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_replaced_keeps_its_other_names(tmp_path):
+    """It is another file that takes its name, so that who reads it meanwhile reads the old one to its end."""
+    (tmp_path / "file").write_text("old")
+    os.link(tmp_path / "file", tmp_path / "link")
+    write_text(tmp_path / "file", "new")
+    assert ((tmp_path / "file").read_text(), (tmp_path / "link").read_text()) == ("new", "old")
 
 
 def test_a_folder_in_the_place_of_a_file(tmp_path):

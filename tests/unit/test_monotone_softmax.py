@@ -243,6 +243,23 @@ def test_fused_is_as_precise_as_eager(name, dtype):
     assert all(fused <= 1.25 * eager + slack for fused, eager in zip(errors["fused"], errors["eager"])), errors
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each_layer
+def test_the_map_of_half_precision_is_in_float32(name, dtype):
+    """With as many pieces as the default, whose numbers half precision has not; a line, so that no score that is
+    rounded has another slope."""
+    torch.manual_seed(0)
+    config = OutputLayerConfig(output_layer=name, plif_init_std=0.0, output_impl="eager")
+    layer = build_output_layer(config, feature_dim=8, vocab_size=50).to(dtype)
+    features = (10 * torch.randn(20, 8)).to(dtype)
+    scores = F.linear(features, layer.weight, layer.bias)
+    assert scores.abs().max() > 15
+    values = layer(features)
+    expected = layer.double().curve().value(scores.double())
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(values.double(), expected, rtol=1e-4, atol=1e-3)
+
+
 @each_impl
 def test_numbers_that_are_none_reach_the_loss(impl):
     """NaN and infinity among the features are the trainer's to report: not an index out of a table."""

@@ -215,6 +215,7 @@ def test_parameter_names_and_shapes():
         ({"gate_dropout": 1.0}, "--gate-dropout 1.0 .*less than 1"),
         ({"gate_noise": -0.1}, "--gate-noise -0.1 .*0 or more"),
         ({"context_dropout": -0.5}, "--context-dropout -0.5 "),
+        ({"context_dropout": 1.0}, "--context-dropout 1.0 .*less than 1"),
         ({"output_embed_dim": 0}, "--output-embed-dim 0 "),
         ({"output_impl": "magic"}, "--output-impl magic .*auto or eager"),
         ({"output_layer": "softmax", "output_embed_dim": 5}, "softmax .* 5 .* 6"),

@@ -73,11 +73,14 @@ def test_training_equals_reference_with_the_same_draw(name, options):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("option", ["context_dropout", "gate_dropout"])
-def test_each_dropout_is_retained(option):
+@pytest.mark.parametrize(
+    "options",
+    [{"context_dropout": 0.5}, {"context_dropout": 0.5, "locked_context_dropout": True}, {"gate_dropout": 0.5}],
+)
+def test_each_dropout_is_retained(options):
     """--retain-dropout, in evaluation."""
-    layer = build("mixtape", **{option: 0.5}).eval()
-    features = torch.randn(N, D, dtype=torch.float64)
+    layer = build("mixtape", **options).eval()
+    features = torch.randn(2, N, D, dtype=torch.float64)
     with torch.no_grad():
         assert torch.equal(layer(features), layer(features))
         layer.make_generation_fast_(retain_dropout=True)

@@ -195,6 +195,11 @@ def test_labels_have_room(overview, monkeypatch):
             [],
             "several.csv does not compare test ppl of 'softmax' with 'mixtape-4'",
         ),
+        (
+            "trainings,groups,a,b\nx,several.csv,mixtape-4,plif\n",
+            [],
+            "several.csv does not compare test ppl of 'plif' with 'mixtape-4'",
+        ),
         (None, ["--columns", "BLEU"], "several.csv is no table of --groups-csv that has BLEU"),
         (
             None,

@@ -69,7 +69,8 @@ def test_zero_tables_are_plain_attention():
     x = torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64)
     padding = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
     padding[1, :3] = True
-    for options in ({}, {"attn_mask": future_mask()}, {"key_padding_mask": padding}):
+    slopes = torch.randn(LENGTH, LENGTH, dtype=torch.float64)  # a mask may hold any numbers to add to the logits
+    for options in ({}, {"attn_mask": future_mask()}, {"attn_mask": slopes}, {"key_padding_mask": padding}):
         torch.testing.assert_close(attend(attention, x, **options), attend(plain, x, **options))
     for need_head_weights in (False, True):
         ours, theirs = (
@@ -164,6 +165,8 @@ def test_dropout_is_of_a_weight_wherever_it_is_used():
                 row = attention.relative_value[max(-CLIP, min(CLIP, j - i)) + CLIP]
                 mixed[i] += dropped[:, :, i, j, None] * (values[j] + row)
         torch.testing.assert_close(actual, attention.out_proj(mixed.flatten(2)))
+        shown = attention(x, x, x, need_weights=True)[1]  # before dropout, as fairseq's
+        torch.testing.assert_close(shown, weights.mean(1))
 
 
 def test_initial_tables_are_uniform():

@@ -82,6 +82,11 @@ def test_wins():
     assert wins(rho, "a", "b") == (1, 2)
 
 
+def test_a_tie_is_nobodys_win():
+    rho = {"a": {"x": 0.5, "y": 0.3}, "b": {"x": 0.5, "y": 0.2}}
+    assert wins(rho, "a", "b") == (1, 2) and wins(rho, "b", "a") == (0, 2)
+
+
 def test_files(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"Tiger\tcat\t7.35\r\ntiger tiger 10\n\n")
     (tmp_path / "EN-MC-30.txt").write_text("a b 1")
