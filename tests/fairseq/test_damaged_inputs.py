@@ -16,6 +16,7 @@ from fairseq.data import Dictionary, data_utils, indexed_dataset
 from test_command_line_errors import error_of
 from toy_text import lm_args, toy_text  # noqa: F401
 
+from mixtape_plugin.damaged_files import check_weights
 from mixtape_plugin.errors import UserError
 
 # ------------------------------------------------------------------------------------------- dictionaries and data
@@ -55,6 +56,17 @@ def test_a_negative_id_is_refused(tmp_path):
     builder.add_item(torch.tensor([4, -1, 2]))
     builder.finalize(f"{tmp_path}/train.idx")
     with pytest.raises(UserError, match="train.bin holds the id -1, and its dictionary has 28 symbols"):
+        data_utils.load_indexed_dataset(f"{tmp_path}/train", ["symbol"] * 28)
+
+
+def test_numbers_of_the_right_size_that_are_floats_are_refused(tmp_path):
+    builder = indexed_dataset.MMapIndexedDatasetBuilder(f"{tmp_path}/train.bin", dtype=np.int64)
+    builder.add_item(torch.arange(4, 9))
+    builder.finalize(f"{tmp_path}/train.idx")
+    with open(f"{tmp_path}/train.idx", "r+b") as file:
+        file.seek(17)
+        file.write(b"\6")  # float64
+    with pytest.raises(UserError, match="train.idx is cut off or damaged"):
         data_utils.load_indexed_dataset(f"{tmp_path}/train", ["symbol"] * 28)
 
 
@@ -139,6 +151,12 @@ def test_training_that_the_checkpoint_is_not_of(data, trained, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", [None, [1], "weights"])
+def test_a_checkpoint_without_weights_is_unreadable(model):
+    with pytest.raises(UserError, match="^best.pt is damaged or is no checkpoint"):
+        check_weights("best.pt", {"model": model})
+
+
 def test_weights_that_are_no_numbers(data, trained, tmp_path):
     state = torch.load(trained("softmax").checkpoint, weights_only=True)
     state["model"]["decoder.output_projection.bias"][3] = np.nan
