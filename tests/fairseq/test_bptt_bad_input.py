@@ -170,13 +170,6 @@ def test_nt_asgd_that_would_be_sgd_to_its_end_is_refused(text, tmp_path):
         run("train", *lm_args(text, tmp_path, "--task", "language_modeling", "--tokens-per-sample", 20))
     with pytest.raises(UserError, match="which --disable-validation leaves out: give --averaging-epoch"):
         run("train", *lm_args(text, tmp_path, "--disable-validation"))
-    with pytest.raises(UserError, match="--stop-when-nonmonotone ends by validation, which --disable-validation"):
-        more = "--disable-validation --averaging-epoch 0 --stop-when-nonmonotone".split()
-        run("train", *lm_args(text, tmp_path, *more))
-    with pytest.raises(UserError, match="which --validate-interval 10 with --max-epoch 9 leaves out: give --averaging"):
-        run("train", *lm_args(text, tmp_path, "--validate-interval", 10, "--max-epoch", 9))
-    with pytest.raises(UserError, match="which --validate-after-updates 10 leaves out: give --averaging-epoch"):
-        run("train", *lm_args(text, tmp_path, "--validate-after-updates", 10, "--max-update", 9))
     with pytest.raises(UserError, match="does not go with --use-bmuf"):
         run("train", *lm_args(text, tmp_path, "--use-bmuf"))
 
