@@ -244,8 +244,8 @@ def register_architecture(name: str, defaults: dict) -> None:
     register_model_architecture("awd_lstm_lm", name)(set_defaults)
 
 
-# Merity et al. 2018. Yang et al. 2018, with the values of the authors' README, which reproduce, where the paper's
-# Table 8 has others. Yang et al. 2019 gives K, r and weight norm, but no sizes: these are ours, chosen for
+# Merity et al. 2018. Yang et al. 2018, with the values of the authors' README where the paper's Table 8 has
+# others. Yang et al. 2019 gives K, r and weight norm, but no sizes: these are ours, chosen for
 # MoS's number of parameters within 0.1%, with its embedding and last layer. Its gate dropout on language models is not
 # given either: it is that of En-De.
 AWD_PTB = dict(output_layer="softmax", embed_dim=400, hidden_sizes="1150,1150,400")
