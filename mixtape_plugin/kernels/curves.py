@@ -144,11 +144,24 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, table, index):
         ctx.save_for_backward(index)
-        ctx.size, ctx.dtype = len(table), table.dtype
+        ctx.size = len(table)
         return table[index]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         (index,) = ctx.saved_tensors
-        return bucket_sums(index, grad, ctx.size).to(ctx.dtype), None
+        return _BucketSums.apply(grad, index, ctx.size), None
+
+
+class _BucketSums(torch.autograd.Function):
+    """:func:`bucket_sums` in the type of the values, with a gradient: :class:`_Lookup`, whose gradient this is."""
+
+    @staticmethod
+    def forward(ctx, values, index, size):
+        ctx.save_for_backward(index)
+        return bucket_sums(index, values, size).to(values.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (index,) = ctx.saved_tensors
+        return _Lookup.apply(grad, index), None, None

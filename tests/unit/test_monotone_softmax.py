@@ -24,6 +24,7 @@ each_impl = pytest.mark.parametrize("impl", ["eager", "fused"])
 
 def build(name, masked=(), std=1.0, **options):
     options = {"plif_pieces": 50, "plif_range": 4.0, **options}
+    torch.manual_seed(0)  # PLIF's slopes are drawn
     layer = build_output_layer(OutputLayerConfig(output_layer=name, **options), D, V, masked_tokens=masked).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in (layer.weight, layer.bias):
@@ -160,6 +161,38 @@ def test_curves_rise_and_their_derivative_is_theirs():
 # ------------------------------------------------------------------------------------------------------ the numbers
 
 
+class Cubic(Curve):
+    """A map that has :meth:`value` alone."""
+
+    def value(self, scores):
+        return scores + scores**3
+
+
+class CubicSoftmax(MonotoneSoftmax):
+    def curve(self):
+        return Cubic()
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_a_curve_without_a_map_of_its_own(label_smoothing):
+    """With a gradient and in evaluation, inference mode included."""
+    layer = CubicSoftmax(OutputLayerConfig(output_layer="softmax"), D, V, masked_tokens=(0, 7)).double()
+    torch.nn.init.normal_(layer.weight, std=0.3, generator=torch.Generator().manual_seed(0))
+    features, target = batch()
+    scores = scores_of(layer, features)[:, [x for x in range(V) if x not in (0, 7)]]
+    log_probs = (scores + scores**3).log_softmax(1)
+    nll = -log_probs.gather(1, (target - 2).unsqueeze(1)).sum()
+    share = label_smoothing / (V - 3)
+    expected = (1 - label_smoothing - share) * nll - share * log_probs.sum()
+    wanted = [expected.detach(), *torch.autograd.grad(expected, [features, layer.weight, layer.bias])]
+    found = loss_and_gradients(layer, features, target, label_smoothing=label_smoothing)
+    assert max(relative_errors(found, wanted)) < 1e-12
+    for context in torch.no_grad, torch.inference_mode:
+        with context():
+            loss, found = layer.loss(features.detach(), target, label_smoothing=label_smoothing)
+        assert (loss.item(), found.item()) == pytest.approx((expected.item(), nll.item()), rel=1e-12)
+
+
 @each_impl
 @each_layer
 @pytest.mark.parametrize("size", [1.0, 1e2, 1e4])
@@ -199,6 +232,24 @@ def test_slopes_by_finite_differences(impl):
         up, down, up2, down2 = losses
         difference = (8 * (up - down) - (up2 - down2)) / (12 * step)
         assert abs(difference - gradient[piece]) < 1e-9 * gradient.abs().max() * N
+
+
+def test_second_derivatives_through_the_slopes():
+    """Of features by way of the slopes' gradient: none of their parts may be missing."""
+    layer = build("plif", output_impl="eager", plif_pieces=12, plif_range=2.0, std=0.7)
+    features, target = batch(5)
+
+    def squares(features, **options):
+        loss, _ = layer.loss(features, target)
+        found = torch.autograd.grad(loss, [features, layer.slopes_raw], **options)
+        return sum(part.pow(2).sum() for part in found)
+
+    (second,) = torch.autograd.grad(squares(features, create_graph=True), features)
+    for row, column in (0, 0), (3, 2):
+        step = torch.zeros_like(features)
+        step[row, column] = 1e-6
+        up, down = (squares(features.detach().add(x).requires_grad_()) for x in (step, -step))
+        assert second[row, column].item() == pytest.approx((up - down).item() / 2e-6, rel=1e-5)
 
 
 @each_impl
