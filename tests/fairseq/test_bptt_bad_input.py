@@ -12,6 +12,7 @@ from recipes import files
 from toy_text import evaluate, lm_args, toy_text, trained_on_toy_text  # noqa: F401
 
 from mixtape_plugin.errors import UserError, sentence_for_user
+from mixtape_plugin.tasks.bptt_language_modeling import BpttLanguageModelingConfig, BpttLanguageModelingTask
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,20 @@ def test_options_of_task_and_model_are_checked(option, value, allowed, text, tmp
     args = options.parse_args_and_arch(options.get_training_parser(), args)
     with pytest.raises(UserError, match=f"{option} {value} is not allowed: {allowed}"):
         tasks.setup_task(args).build_model(args)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tokens_per_sample": 1},
+        {"segment_length_std": 0.0, "short_segment_probability": 0.0},
+        {"short_segment_probability": 1.0},
+        {"min_segment_length": 1, "max_segment_length": 1},
+        {"small_batch_size": 1},
+    ],
+)
+def test_options_at_their_limits_are_taken(options):
+    BpttLanguageModelingTask(BpttLanguageModelingConfig(**options), make_dictionary())
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import shutil
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,28 @@ def test_a_resume_in_mid_epoch_by_another_number_of_processes_is_refused():
     task.set_checkpoint_dict({"hidden_states": [], "walk": {}})  # of an epoch's end
     with pytest.raises(UserError, match="in the middle of an epoch by 2 processes, and cannot be resumed by 1: "):
         task.set_checkpoint_dict({"hidden_states": [{}, {}], "walk": {}})
+
+
+def test_a_mid_epoch_checkpoint_of_an_older_version_is_taken():
+    """It does not say which segments it has walked through."""
+    task = BpttLanguageModelingTask(BpttLanguageModelingConfig(), make_dictionary())
+    task.walk = {"seed": 3}
+    states = {"train": [(torch.ones(2, 3), torch.zeros(2, 3))]}
+    task.set_checkpoint_dict({"hidden_states": [states]})
+    assert task.restored_states is states
+
+
+def test_a_resume_in_mid_epoch_may_have_another_number_format():
+    """The states that were saved are taken in that of the model."""
+    task = BpttLanguageModelingTask(BpttLanguageModelingConfig(), make_dictionary())
+    states = {"train": [(torch.rand(2, 3), torch.rand(2, 3))]}
+    task.set_checkpoint_dict({"hidden_states": [states]})
+    model = torch.nn.Linear(1, 1).bfloat16()
+    model.decoder = SimpleNamespace(states={})
+    task.begin_epoch(1, model)
+    (found,) = model.decoder.states["train"]
+    for part, saved in zip(found, states["train"][0]):
+        assert torch.equal(part, saved.bfloat16()) and part.dtype == torch.bfloat16
 
 
 WALK = {

@@ -1,13 +1,17 @@
 """Training of language models: what a step is, small batches, processes, number formats, shards."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from conftest import console_script, parse_log, run, start
+from conftest import console_script, make_dictionary, parse_log, run, start
 from fairseq.trainer import Trainer
 from test_training import assert_same_parameters, free_port, loss_curve
+from toy_language_models import build
 from toy_text import NO_DROPOUT, lm_args, toy_text, write_text  # noqa: F401
 
-from mixtape_plugin.tasks.bptt_language_modeling import BpttLanguageModelingTask
+from mixtape_plugin.data.bptt_dataset import TokenStream
+from mixtape_plugin.tasks.bptt_language_modeling import BpttLanguageModelingConfig, BpttLanguageModelingTask
 
 
 @pytest.mark.slow
@@ -16,6 +20,35 @@ def test_log_says_what_training_leaves_out(text, tmp_path):
     output = run("train", *lm_args(text, tmp_path, *more))
     assert "train: 1 of 1,800 tokens do not fill a step of 7 columns and are left out" in output.stdout
     assert sum(float(line["wpb"]) for line in output.log["train_inner"]) == 1799
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, [30, 30, 30, 10]),
+        ({"short_segment_probability": 1.0}, [15] * 6 + [10]),
+        ({"min_segment_length": 40}, [40, 40, 20]),
+        ({"max_segment_length": 28}, [28, 28, 28, 16]),
+    ],
+)
+def test_the_options_of_segments_reach_them(options, expected):
+    """200 tokens in 2 columns, for a segment of 30 without spread: the last one is cut off at the end of the text."""
+    options = {"segment_length_std": 0.0, "short_segment_probability": 0.0, **options}
+    config = BpttLanguageModelingConfig(tokens_per_sample=30, train_subset="train", **options)
+    task = BpttLanguageModelingTask(config, make_dictionary())
+    text = TokenStream(torch.full((200,), 4), task.dictionary.eos(), task.dictionary.pad(), "train")
+    batches = task.get_batch_iterator(text, max_sentences=2, grouped_shuffling=False).next_epoch_itr(shuffle=False)
+    assert [batch["target"].shape[1] for batch in batches] == expected
+
+
+def test_segments_are_as_wide_spread_as_asked_for():
+    config = BpttLanguageModelingConfig(tokens_per_sample=90, train_subset="train", segment_length_std=12.0)
+    config.short_segment_probability = 0.0
+    task = BpttLanguageModelingTask(config, make_dictionary())
+    text = TokenStream(torch.full((90 * 400,), 4), task.dictionary.eos(), task.dictionary.pad(), "train")
+    batches = task.get_batch_iterator(text, max_sentences=1, grouped_shuffling=False).next_epoch_itr(shuffle=False)
+    lengths = torch.tensor([batch["target"].shape[1] for batch in batches][:-1]).double()
+    assert lengths.std().item() == pytest.approx(12, rel=0.15)  # four of its standard deviations
 
 
 @pytest.mark.slow
@@ -64,6 +97,26 @@ def test_learning_rate_follows_the_segments_after_clipping(text, tmp_path, seed,
     for scale, moved, gradient, lr in steps:
         assert gradient.norm() < 0.2501 and lr == 5
         torch.testing.assert_close(moved, -5 * scale * gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_the_segments_of_an_update_count_also_where_a_parameter_is_frozen():
+    """Which never has a gradient, as all have none where an update begins."""
+    model, rates = build("plif", freeze_plif=True), []
+    task = BpttLanguageModelingTask(BpttLanguageModelingConfig(), model.decoder.dictionary)
+    task.begin_epoch(1, model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert len(trained) < len(list(model.parameters()))
+    optimizer = SimpleNamespace(
+        backward=lambda loss: loss.backward(), get_lr=lambda: 8.0, set_lr=rates.append, step=lambda: None
+    )
+    for update, scales in enumerate([(1.0, 0.5), (2.0, 1.0)]):
+        for segment, scale in enumerate(scales, 2 * update):
+            sample = {"net_input": {"first_segment": segment == 0}, "nsentences": 4, "lr_scale": scale}
+            sample.update({"segment": segment, "last_segment": segment == 3})
+            task.train_step(sample, model, lambda *_: (sum(p.sum() for p in trained), 1, {}), optimizer, update)
+        task.optimizer_step(optimizer, model, update)
+        model.zero_grad()
+    assert rates == [8 * 0.75, 8, 8 * 1.5, 8]
 
 
 @pytest.mark.slow

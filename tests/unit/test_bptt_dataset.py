@@ -80,6 +80,7 @@ def test_every_target_once_and_in_order(walk, training):
         tokens, target = batch["net_input"]["src_tokens"], batch["target"]
         assert tokens.dtype == target.dtype == torch.int64 and tokens.shape == target.shape
         assert batch["ntokens"] == target.ne(PAD).sum()
+        assert batch["net_input"]["src_lengths"].equal(target.ne(PAD).sum(1))
         assert batch["nsentences"] == len(batch["id"]) == len(batch["net_input"]["src_lengths"]) == columns
         assert batch["net_input"]["first_segment"] == (i == 0) and batch["last_segment"] == (i == last)
 
@@ -223,6 +224,15 @@ def test_the_law_of_the_reference_is_that_of_its_draws():
         probability = reference_lm.segment_length_probability(length, 20, **options)
         deviation = math.sqrt(20_000 * probability * (1 - probability))
         assert abs(draws[length] - 20_000 * probability) <= 5 * deviation
+
+
+def test_lengths_stay_those_of_earlier_versions():
+    """A training that was interrupted in mid-epoch goes on where it was: uniform and normal numbers in turn."""
+    rng = np.random.RandomState([3, 2])  # seed and epoch
+    draws = [(rng.random_sample(), rng.standard_normal()) for _ in range(50)]
+    options = {"std": 4.0, "short_probability": 0.3, "minimum": 8, "maximum": 23}
+    expected = [reference_lm.segment_length(20, *draw, **options) for draw in draws]
+    assert draw_segment_lengths(sum(expected), 20, seed=3, epoch=2, **options) == expected
 
 
 @pytest.mark.parametrize("minimum, maximum", [(5, None), (5, 30), (25, 31), (30, 30)])

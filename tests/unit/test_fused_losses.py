@@ -318,6 +318,12 @@ def test_backward_again_and_two_losses_over_the_same_weights(case):
             assert_same({"features": features.grad}, {"features": times * expected["features"]})
 
 
+def test_backward_again_where_torch_does_not_tell_that_it_may_come(monkeypatch):
+    """As an older one."""
+    monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph", raising=False)
+    test_backward_again_and_two_losses_over_the_same_weights("softmax")
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["once", "kept"])
 @pytest.mark.parametrize("name", ["softmax", "mixtape"])
 def test_low_precision_gradients_are_rounded_once(name, again):

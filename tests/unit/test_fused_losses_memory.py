@@ -3,7 +3,9 @@
 Shapes: D features, V vocabulary, S frequent tokens.
 """
 
+import sys
 import weakref
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -80,6 +82,15 @@ def test_chunks_hold_as_many_tokens_as_their_bytes_allow(device, triton, capabil
         assert len(slices) == -(-tokens // most)
 
 
+@pytest.mark.parametrize(
+    "version, enough", [("3.3.0", True), ("3.10.1+git0a1b", True), ("4.0", True), ("3.2.0", False), (None, False)]
+)
+def test_kernels_are_for_triton_3_3_and_later(version, enough, monkeypatch):
+    """None: there is no Triton."""
+    monkeypatch.setitem(sys.modules, "triton", version and SimpleNamespace(__version__=version))
+    assert dispatch.has_triton.__wrapped__() is enough
+
+
 @each_case
 def test_scores_per_token_are_about_what_an_evaluation_holds(case):
     layer = build(case, vocab_size=1500, feature_dim=3, embed_dim=3, num_components=4, gate_dim=2).float().eval()
@@ -101,6 +112,23 @@ def test_scores_of_mos_in_evaluation_come_in_chunks():
     with torch.no_grad(), mock.patch.object(mixture_of_softmaxes, "chunks", chunks), chunk_bytes(8 * 2 * 4 * V):
         layer(torch.randn(5, D, dtype=torch.float64))
     assert [rows.stop - rows.start for rows in seen] == [2, 2, 1]
+
+
+def test_a_chunk_of_mos_has_as_few_tokens_as_keep_a_product_fast(monkeypatch):
+    """256 rows are 64 tokens of 4 components: more would be memory for nothing, where a row has many scores."""
+    layer, seen = build("mos", num_components=4), []
+
+    def chunks(*args):
+        seen.append(common.chunks(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(mixture_of_softmaxes, "chunks", chunks)
+    monkeypatch.setattr(common, "CHUNK_BYTES", {"torch": 1})
+    features, target = random_batch(layer, 150)
+    layer.loss(features, target)
+    with torch.no_grad():
+        layer.eval()(features)
+    assert [[rows.stop - rows.start for rows in slices] for slices in seen] == [[50, 50, 50]] * 2
 
 
 @each_case
@@ -181,3 +209,16 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(case, label_smoothing
             peaks.append(memory.peak)
         assert peaks[1] < 400 * vocab_size * item / 2
         assert peaks[1] - peaks[0] < 200 * vocab_size * item / 10
+
+
+@each_case
+def test_a_backward_pass_makes_no_second_gradient_of_the_embedding(case):
+    """What the loss has found is multiplied in place."""
+    layer = build(case, feature_dim=40, embed_dim=40, vocab_size=1500, num_components=2, gate_dim=2).float()
+    features, target = random_batch(layer, 3)
+    layer.loss(features, target)  # tables that are made once
+    with Memory() as memory:
+        loss, _ = layer.loss(features, target, label_smoothing=0.1)
+        before = memory.peak = memory.live
+        (loss / 3).backward()
+    assert memory.peak - before < layer.weight.nbytes / 4

@@ -429,6 +429,15 @@ def test_averaging_goes_by_the_likelihood():
     assert heard == [3.0]
 
 
+def test_averaging_goes_by_the_loss_of_a_criterion_that_reports_no_likelihood():
+    """As fairseq's cross_entropy."""
+    heard, optimizer = [], NTASGD.__new__(NTASGD)
+    optimizer.end_epoch = heard.append
+    task = SimpleNamespace(epoch=1, validations=0, epoch_ended=True, optimizer=optimizer)
+    BpttLanguageModelingTask.post_validate(task, None, {}, {"loss": SimpleNamespace(avg=3.0)})
+    assert heard == [3.0]
+
+
 def test_validations_in_the_middle_of_an_epoch_do_not_decide_about_averaging():
     heard, optimizer = [], NTASGD.__new__(NTASGD)
     optimizer.end_epoch = heard.append
