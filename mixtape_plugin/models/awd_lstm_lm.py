@@ -244,10 +244,10 @@ def register_architecture(name: str, defaults: dict) -> None:
     register_model_architecture("awd_lstm_lm", name)(set_defaults)
 
 
-# Merity et al. 2018. Yang et al. 2018, with the values of the authors' README where the paper's Table 8 has
-# others. Yang et al. 2019 gives K, r and weight norm, but no sizes: these are ours, chosen for
-# MoS's number of parameters within 0.1%, with its embedding and last layer. Its gate dropout on language models is not
-# given either: it is that of En-De.
+# Merity et al. 2018. Yang et al. 2018, with the values of the authors' README where the paper's Table 8 has others.
+# Yang et al. 2019 gives K, r and weight norm, but no sizes: these are ours, chosen for MoS's number of parameters
+# within 0.1%, with its embedding and last layer. Its gate dropout on language models is not given either: it is that
+# of En-De.
 AWD_PTB = dict(output_layer="softmax", embed_dim=400, hidden_sizes="1150,1150,400")
 AWD_WIKITEXT2 = dict(AWD_PTB, input_dropout=0.65, hidden_dropout=0.2)
 MONOTONE_PTB = dict(AWD_PTB, hidden_dropout=0.3)  # Parthiban et al. 2021; on WikiText-2 they have Merity's

@@ -41,16 +41,6 @@ def test_the_options_of_segments_reach_them(options, expected):
     assert [batch["target"].shape[1] for batch in batches] == expected
 
 
-def test_segments_are_as_wide_spread_as_asked_for():
-    config = BpttLanguageModelingConfig(tokens_per_sample=90, train_subset="train", segment_length_std=12.0)
-    config.short_segment_probability = 0.0
-    task = BpttLanguageModelingTask(config, make_dictionary())
-    text = TokenStream(torch.full((90 * 400,), 4), task.dictionary.eos(), task.dictionary.pad(), "train")
-    batches = task.get_batch_iterator(text, max_sentences=1, grouped_shuffling=False).next_epoch_itr(shuffle=False)
-    lengths = torch.tensor([batch["target"].shape[1] for batch in batches][:-1]).double()
-    assert lengths.std().item() == pytest.approx(12, rel=0.15)  # four of its standard deviations
-
-
 @pytest.mark.slow
 def test_small_batches_equal_the_whole(text, tmp_path):
     """Gradients of 4 columns at once, and of 3 and 1: the same training, up to rounding."""

@@ -161,38 +161,6 @@ def test_curves_rise_and_their_derivative_is_theirs():
 # ------------------------------------------------------------------------------------------------------ the numbers
 
 
-class Cubic(Curve):
-    """A map that has :meth:`value` alone."""
-
-    def value(self, scores):
-        return scores + scores**3
-
-
-class CubicSoftmax(MonotoneSoftmax):
-    def curve(self):
-        return Cubic()
-
-
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_a_curve_without_a_map_of_its_own(label_smoothing):
-    """With a gradient and in evaluation, inference mode included."""
-    layer = CubicSoftmax(OutputLayerConfig(output_layer="softmax"), D, V, masked_tokens=(0, 7)).double()
-    torch.nn.init.normal_(layer.weight, std=0.3, generator=torch.Generator().manual_seed(0))
-    features, target = batch()
-    scores = scores_of(layer, features)[:, [x for x in range(V) if x not in (0, 7)]]
-    log_probs = (scores + scores**3).log_softmax(1)
-    nll = -log_probs.gather(1, (target - 2).unsqueeze(1)).sum()
-    share = label_smoothing / (V - 3)
-    expected = (1 - label_smoothing - share) * nll - share * log_probs.sum()
-    wanted = [expected.detach(), *torch.autograd.grad(expected, [features, layer.weight, layer.bias])]
-    found = loss_and_gradients(layer, features, target, label_smoothing=label_smoothing)
-    assert max(relative_errors(found, wanted)) < 1e-12
-    for context in torch.no_grad, torch.inference_mode:
-        with context():
-            loss, found = layer.loss(features.detach(), target, label_smoothing=label_smoothing)
-        assert (loss.item(), found.item()) == pytest.approx((expected.item(), nll.item()), rel=1e-12)
-
-
 @each_impl
 @each_layer
 @pytest.mark.parametrize("size", [1.0, 1e2, 1e4])
