@@ -11,11 +11,12 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from fairseq import checkpoint_utils, file_utils, utils
+from fairseq import checkpoint_utils, file_io, file_utils, utils
 from fairseq.file_io import PathManager
 from fairseq.models import BaseFairseqModel
 from omegaconf import OmegaConf
@@ -210,6 +211,16 @@ def test_a_copy_of_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch, int
     new.write_bytes(b"newer")
     assert PathManager.copy(str(new), str(link), overwrite=True)
     assert link.is_symlink() and last.read_bytes() == b"newer"
+
+
+def test_a_copy_to_a_place_that_is_no_disk_is_left_to_fairseq(monkeypatch):
+    """Which asks iopath, where that is installed."""
+    elsewhere = mock.Mock()
+    monkeypatch.setattr(file_io, "IOPathManager", elsewhere)
+    PathManager.copy("checkpoint2.pt", "store://bucket/checkpoint_last.pt", overwrite=True)
+    elsewhere.copy.assert_called_once_with(
+        src_path="checkpoint2.pt", dst_path="store://bucket/checkpoint_last.pt", overwrite=True
+    )
 
 
 def test_a_checkpoint_for_which_there_is_no_room(tmp_path, monkeypatch):

@@ -258,6 +258,20 @@ def test_smoothed_mos_where_some_probabilities_underflow(block, masked):
     assert_same(actual, expected, 4 * torch.finfo(torch.float64).eps * largest)
 
 
+def test_smoothed_mos_where_a_probability_has_few_digits():
+    """e^-150 where the prior is about 1, and e^-80 where that is e^-18: no zero in float32, but it has six bits."""
+    logits, log_prior, target = torch.zeros(1, 2, V), torch.tensor([[-math.exp(-18), -18.0]]), torch.tensor([1])
+    logits[0, :, 3] = torch.tensor([-150.0, -80.0])
+    exact = logits.double().requires_grad_()
+    log_probs = torch.logsumexp(log_prior.double().unsqueeze(2) + exact.log_softmax(2), 1)
+    nll, spread = -log_probs[:, 1], -log_probs.sum(1)
+    assert torch.finfo(torch.float32).smallest_normal > math.exp(log_probs[0, 3].item()) > 1e-45
+    (grad,) = torch.autograd.grad((0.9 * nll + 0.1 * spread).sum(), exact)
+    found = torch_ops.mos_smoothing_(logits, None, log_prior, target, 0.9, 0.1, None)
+    for ours, theirs in (found[0], nll), (found[1], spread), (logits, grad):
+        torch.testing.assert_close(ours.double(), theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
 @each_smoothing
 @each_case
 def test_a_masked_target_costs_infinitely_much_and_makes_no_nan(case, label_smoothing):

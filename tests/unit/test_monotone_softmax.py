@@ -119,6 +119,16 @@ def test_gradients_of_many_equal_scores_lose_nothing_in_float32():
     torch.testing.assert_close(*found, rtol=1e-5, atol=0)
 
 
+def test_gradients_of_many_equal_scores_lose_nothing_by_chunk():
+    """2^24 and six ones, each of which float32 loses beside it, be it of its chunk or of the next."""
+    curve = PiecewiseLinear(torch.ones(3), limit=3.0)
+    curve.begin(torch.float32, True)
+    for grad in torch.tensor([2.0**24, *[1.0] * 4]), torch.ones(1), torch.ones(1):
+        _, kept = curve.map_(torch.full_like(grad, 2.0))  # in the middle of the last piece
+        curve.collect(grad, kept)
+    assert curve.gradients()["slopes"][1:].tolist() == [2 * (2.0**24 + 6), 2.0**24 + 6]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_plif_goes_on_as_on_its_end_pieces_however_far(dtype):
     """Beyond 2^63 pieces, too, where a number is too large for an integer."""

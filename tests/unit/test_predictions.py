@@ -115,6 +115,13 @@ def test_hit_rates_by_hand():
     assert {(r["group"], r["position"], r["reference"]) for r in table} == {("x", "1:3", "w3")}
 
 
+def test_where_a_model_is_better_by_as_much_the_first_comes_first():
+    """Enough ties that a sort that is not stable would show."""
+    better, level = (predictions_of([[4, 5]] * 1000, [value] * 1000) for value in (-1.0, -2.0))
+    better.target_log_probs[500] = 0.0
+    assert where_better(better, level, 100) == [500, *range(99)]
+
+
 def test_perplexity_of_a_model_that_diverged_is_infinite():
     text = text_of(["w1"])
     found = {"a": predictions_of([text.targets.tolist()] * 2, [-1e5, -1e5])}

@@ -4,6 +4,7 @@ import pytest
 import reference
 import torch
 from fairseq.modules import MultiheadAttention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mixtape_plugin.modules.relative_attention import RelativeMultiheadAttention
 
@@ -57,6 +58,22 @@ def test_equals_reference(causal, clip):
     # The bias of the keys shifts every logit of a query alike: its gradient is 0 but for rounding.
     for ours, theirs in zip(*(torch.autograd.grad((y * weights).sum(), inputs) for y in (actual, expected))):
         torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-12)
+
+
+def test_what_many_positions_share_is_summed_in_float32():
+    """A GPU sums in the type of the summands, and in bfloat16 stands still at the 256th of equal ones."""
+    sums = []
+
+    class Sums(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket in (torch.ops.aten.scatter_add, torch.ops.aten.scatter_add_):
+                sums.append(args[0].dtype)
+            return function(*args, **(kwargs or {}))
+
+    attention = build().bfloat16()
+    with Sums():
+        attend(attention, torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.bfloat16)).sum().backward()
+    assert sums == [torch.float32] * 2  # weights, and in the backward pass gradients of logits
 
 
 def test_zero_tables_are_plain_attention():
